@@ -1,0 +1,105 @@
+// What every CUDA op shares: the device guard, the current stream, the launch check, 16-byte packs, dtype dispatch.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <type_traits>
+
+#include "../common/tensor.h"
+
+// Not in a CPU-only torch's headers; libtorch_cuda has it.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace qwen_patch::cuda {
+
+inline void check(const char* op, cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, op, ": CUDA error: ", cudaGetErrorString(error));
+}
+
+// Makes the tensor's device current while it lives: tensors on cuda:1 are legal while cuda:0 is current.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const Tensor& t) {
+    int device = t.get_device_index();
+    check("device guard", cudaGetDevice(&previous_));
+    if (device == previous_) {
+      previous_ = -1;
+    } else {
+      check("device guard", cudaSetDevice(device));
+    }
+  }
+  ~DeviceGuard() {
+    if (previous_ >= 0) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+inline cudaStream_t current_stream(const Tensor& t) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline int multiprocessors() {
+  static int count[64] = {};
+  int device = 0;
+  check("device query", cudaGetDevice(&device));
+  int& n = count[device % 64];
+  if (n == 0) check("device query", cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device));
+  return n;
+}
+
+template <typename T>
+__device__ __forceinline__ float to_float(T x) {
+  return static_cast<float>(x);
+}
+template <typename T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>)
+    return x;
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __float2bfloat16_rn(x);
+  else
+    return __float2half_rn(x);
+}
+
+// N elements moved as one access: 16 bytes where N * sizeof(T) is 16.
+template <typename T, int N>
+struct alignas(N * sizeof(T)) Pack {
+  T v[N];
+};
+template <typename T>
+constexpr int PACK = 16 / static_cast<int>(sizeof(T));
+
+template <typename... P>
+bool aligned16(const P*... p) {
+  return ((reinterpret_cast<uintptr_t>(p) % 16 == 0) && ...);
+}
+
+}  // namespace qwen_patch::cuda
+
+// Calls BODY with T = the element type of DTYPE, which check_dtype has let through.
+#define QP_DISPATCH(DTYPE, ...)                     \
+  switch (DTYPE) {                                  \
+    case torch::headeronly::ScalarType::Float: {    \
+      using T = float;                              \
+      __VA_ARGS__;                                  \
+      break;                                        \
+    }                                               \
+    case torch::headeronly::ScalarType::BFloat16: { \
+      using T = __nv_bfloat16;                      \
+      __VA_ARGS__;                                  \
+      break;                                        \
+    }                                               \
+    default: {                                      \
+      using T = __half;                             \
+      __VA_ARGS__;                                  \
+    }                                               \
+  }

@@ -1,0 +1,176 @@
+"""How an op reaches PyTorch: its schema, its native kernels or the reference in their place, its fake, its gradients.
+
+An op has two overloads with one kernel. `torch.ops.qwen_patch.<name>` is differentiable; registering that in Python
+makes every call pass through Python once more, 8 us of a 12 us call on the CPU it was measured on. `.no_grad` leaves
+it out, and is what the patched modules call, after `fusable` has said that no gradient is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+# QWEN_PATCH_NATIVE_DIR names another folder, for libraries built elsewhere.
+NATIVE_FOLDER = Path(os.environ.get("QWEN_PATCH_NATIVE_DIR") or Path(__file__).resolve().parent.parent / "_native")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Cost(NamedTuple):
+    """What a call must at least do: bytes of memory read and written, and floating-point operations."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op, as its file in this package declares it.
+
+    `schema` is what follows the name. `reference` is the stock model's expression in PyTorch, and the contract. `fake`
+    gives the outputs' shapes. `samples(device, dtype)` yields argument tuples for tests and benchmarks. `cost(*args)`
+    gives the bytes and flops that a call can't avoid. `stock_names` are other spellings of the same op for benchmarks.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    samples: Callable[[torch.device, torch.dtype], Iterator[tuple]]
+    cost: Callable[..., Cost]
+    max_ulp: int = 0  # the largest difference from the reference that the contract allows, in units in the last place
+
+    @property
+    def differentiable(self) -> Any:
+        return getattr(torch.ops.qwen_patch, self.name).default
+
+    @property
+    def no_grad(self) -> Any:
+        return getattr(torch.ops.qwen_patch, self.name).no_grad
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return (self.differentiable if wants_grad else self.no_grad)(*args)
+
+
+@dataclass
+class NativeLibrary:
+    """One of the two shared libraries: where it is, whether it is loaded, and if not, why and what to do."""
+
+    kind: str
+    loaded: bool = False
+    reason: str = ""
+    remedy: str = ""
+    warned: bool = field(default=False, repr=False)
+
+    @property
+    def path(self) -> Path:
+        return NATIVE_FOLDER / f"libqwen_patch_{self.kind}.so"
+
+
+REBUILD = "in the source folder run: pip install --force-reinstall --no-deps ."
+LIBRARIES = {kind: NativeLibrary(kind) for kind in ("cpu", "cuda")}
+OPS: dict[str, Op] = {}
+_TORCH_LIBRARY = torch.library.Library("qwen_patch", "DEF")
+
+
+def load_libraries() -> None:
+    """Loads what was built for this machine. A library that is missing or broken leaves its reason in LIBRARIES."""
+    for library in LIBRARIES.values():
+        if library.kind == "cuda" and torch.version.cuda is None:
+            library.reason, library.remedy = "this torch is built without CUDA", "install a CUDA build of torch"
+        elif not library.path.exists():
+            needs = "a C++ compiler" if library.kind == "cpu" else "nvcc"
+            library.reason, library.remedy = "it was not built", f"with {needs} installed, {REBUILD}"
+        else:
+            try:
+                torch.ops.load_library(str(library.path))
+                library.loaded = True
+            except OSError as error:
+                library.reason, library.remedy = f"it does not load: {error}", REBUILD
+
+
+def _with_reference_notice(op: Op) -> Callable[..., Any]:
+    """The reference, standing in for a missing kernel: says so, once a library."""
+
+    def fallback(*args: Any) -> Any:
+        device = next(a for a in args if isinstance(a, torch.Tensor)).device
+        library = LIBRARIES.get(device.type)
+        if library is not None and not library.loaded and not library.warned:
+            library.warned = True
+            warnings.warn(
+                f"qwen_patch: the {library.kind} library is not in use ({library.reason}), ops on {device.type} run "
+                f"their slower PyTorch reference; {library.remedy}",
+                stacklevel=2,
+            )
+        return op.reference(*args)
+
+    return fallback
+
+
+def _gradients(op: Op, ctx: Any, *grads: torch.Tensor) -> tuple:
+    """The reference's gradients at the saved inputs, so that they are the stock expression's."""
+    with torch.enable_grad():
+        args = list(ctx.others)
+        inputs = []
+        for position, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
+            args[position] = tensor.detach().requires_grad_(ctx.needs_input_grad[position])
+            inputs.append(args[position])
+        outputs = op.reference(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        wanted = [t for t in inputs if t.requires_grad]
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+    result: list[Any] = [None] * len(args)
+    for position, tensor in zip(ctx.positions, inputs, strict=True):
+        result[position] = next(found) if tensor.requires_grad else None
+    return tuple(result)
+
+
+def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.positions = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
+    ctx.others = [None if isinstance(a, torch.Tensor) else a for a in inputs]
+    ctx.save_for_backward(*[inputs[i] for i in ctx.positions])
+
+
+def register(op: Op) -> Op:
+    """Makes `op` known to PyTorch and to this package. Native kernels, where loaded, come before the reference."""
+    for overload in ("", ".no_grad"):
+        name = f"qwen_patch::{op.name}{overload}"
+        _TORCH_LIBRARY.define(f"{op.name}{overload}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _TORCH_LIBRARY.impl(f"{op.name}{overload}", _with_reference_notice(op), "CompositeExplicitAutograd")
+        torch.library.register_fake(name, op.fake, lib=_TORCH_LIBRARY)
+    torch.library.register_autograd(
+        f"qwen_patch::{op.name}",
+        lambda ctx, *grads: _gradients(op, ctx, *grads),
+        setup_context=_save_inputs,
+        lib=_TORCH_LIBRARY,
+    )
+    OPS[op.name] = op
+    return op
+
+
+_SUPPORTED = frozenset(DTYPES)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def fusable(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> bool:
+    """Whether a kernel may stand in for the stock expression on these inputs.
+
+    It needs plain tensors (no DTensor, no subclass with ways of its own) of one supported dtype, and no gradient:
+    where one is wanted, the stock expression itself runs, so that training is exactly stock. Written out rather than
+    looped over, because it runs for every op of every token: 0.5 us against 1.7 us.
+    """
+    dtype = a.dtype
+    if b.dtype is not dtype or dtype not in _SUPPORTED or type(a) not in _PLAIN or type(b) not in _PLAIN:
+        return False
+    if c is not None and (c.dtype is not dtype or type(c) not in _PLAIN):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not (a.requires_grad or b.requires_grad or (c is not None and c.requires_grad))
