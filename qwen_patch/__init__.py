@@ -1,3 +1,7 @@
 """qwen_patch: `patch_model(model)`, and the same Qwen model answers the same, faster."""
 
+from .patcher import explain, patch_model, patched, unpatch_model
+from .plan import PatchError, Plan, make_plan
+
 __version__ = "0.1.0"
+__all__ = ["PatchError", "Plan", "__version__", "explain", "make_plan", "patch_model", "patched", "unpatch_model"]

@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parent.parent / "qwen_patch" / "_native"
-# C++ names of libtorch and c10, or the C API of Python: none may be needed, or the library is tied to one torch or Python.
+# C++ names of libtorch and c10, or the C API of Python: if one is needed, the library is tied to one torch or Python.
 UNSTABLE = re.compile(r"_ZN?K?(2at|3c10|5torch)\w*|Py[A-Z_]\w*")
 
 

@@ -1,0 +1,222 @@
+"""What a patch would do to a model, decided before anything is written to it."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+
+from .families import DECODER_LAYER, DECODER_LAYER_PARAMETERS, FAMILIES, MLP, RMS_NORM, Family
+from .modules import stock_class
+from .ops import BACKENDS, DTYPES, LIBRARIES
+from .recipes import RECIPES
+
+# The oldest and the first untested version of Transformers: the decoder layer's forward is re-written here.
+TRANSFORMERS_FROM, TRANSFORMERS_BEFORE = Version("5.17"), Version("5.25")
+SILU_CLASSES = ("SiLUActivation", "SiLU")
+
+
+class PatchError(ValueError):
+    """A model can't be patched: one line with what was found, what is supported and what to do."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One module that was looked at. Exactly one of `replacement` and `reason` is set."""
+
+    name: str
+    site: str
+    replacement: str | None
+    reason: str | None
+    next_norm: str | None = None  # decoder layers: the norm that reads this layer's output
+    next_layer: str | None = None  # ... and the layer that calls it, None for the final norm
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions for one model. `str(plan)` is a table, `plan.to_dict()` is for JSON."""
+
+    model: str
+    family: str
+    fusion: str
+    backend: str
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def replaced(self) -> tuple[Decision, ...]:
+        return tuple(d for d in self.decisions if d.replacement is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> list[tuple[str, str, str, int]]:
+        """(site, what happens, why not, how many), one row for each kind of decision."""
+        rows = Counter((d.site, d.replacement or "left as it is", d.reason or "") for d in self.decisions)
+        return [(*row, count) for row, count in rows.items()]
+
+    def __str__(self) -> str:
+        head = f"{self.model} ({self.family}), fusion={self.fusion}, backend={self.backend}: "
+        head += f"{len(self.replaced)} of {len(self.decisions)} modules replaced"
+        rows = [f"  {count:4d} x {site:14s} {what:20s} {why}".rstrip() for site, what, why, count in self.summary()]
+        return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
+
+    __repr__ = __str__
+
+
+def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto") -> Plan:
+    """Looks at every module of `model` that is, or stands where, a supported site is. Writes nothing.
+
+    A model that is patched already is planned as if it were stock. Raises PatchError where the arguments are unknown,
+    the family or the Transformers version is not supported, the backend is not there, or nothing would be replaced.
+    """
+    if fusion not in RECIPES:
+        raise PatchError(f"unknown fusion {fusion!r}: supported are {', '.join(RECIPES)}")
+    if backend not in BACKENDS:
+        raise PatchError(f"unknown backend {backend!r}: supported are {', '.join(BACKENDS)}")
+    check_transformers()
+    family = _find_family(model)
+    notes = _check_backend(model, backend)
+    if model.training:
+        notes += ("the model is in training mode: the stock forwards run, at stock speed, until model.eval()",)
+    recipe = RECIPES[fusion]
+    decisions: dict[str, Decision] = {}
+    for name, module, site in _sites(model, family):
+        reason = _why_not(module, site, family) or (None if site in recipe else f"not part of fusion={fusion}")
+        replacement = None if reason else recipe[site].__name__
+        decisions[name] = Decision(name, site, replacement, reason)
+    _connect_layers(model, family, decisions)
+    plan = Plan(type(model).__name__, family.model_type, fusion, backend, tuple(decisions.values()), notes)
+    if recipe and not plan.replaced:
+        reasons = "; ".join(sorted({f"{d.site}: {d.reason}" for d in plan.decisions}))
+        raise PatchError(f"nothing to replace in this {plan.model} with fusion={fusion}: {reasons}")
+    return plan
+
+
+def check_transformers() -> None:
+    found = Version(transformers.__version__)
+    if not TRANSFORMERS_FROM <= Version(found.base_version) < TRANSFORMERS_BEFORE:
+        raise PatchError(
+            f"transformers {found} is not supported: this version of qwen_patch is tested with >={TRANSFORMERS_FROM},"
+            f"<{TRANSFORMERS_BEFORE}; install one of those"
+        )
+
+
+def _find_family(model: nn.Module) -> Family:
+    classes = {(stock_class(m).__module__, stock_class(m).__name__) for m in model.modules()}
+    for family in FAMILIES.values():
+        if (family.module, family.decoder_layer) in classes:
+            return family
+    config = getattr(model, "config", None)
+    found = f"{type(model).__name__} (model_type {getattr(config, 'model_type', 'unknown')!r})"
+    raise PatchError(f"{found} is not supported: it has no decoder layers of {', '.join(FAMILIES)}")
+
+
+def _check_backend(model: nn.Module, backend: str) -> tuple[str, ...]:
+    """Raises where the backend that was asked for can't run this model; with "auto", notes what will be slow."""
+    devices = {p.device.type for p in model.parameters()} - {"meta"}
+    if backend == "reference":
+        return ()
+    if backend == "auto":
+        missing = [LIBRARIES[d] for d in sorted(devices) if d in LIBRARIES and not LIBRARIES[d].loaded]
+        return tuple(f"the {lib.kind} library is not in use ({lib.reason}): {lib.remedy}" for lib in missing)
+    library = LIBRARIES[backend]
+    if not library.loaded:
+        raise PatchError(f"backend={backend!r} is not available: {library.reason}; {library.remedy}")
+    if devices != {backend}:
+        raise PatchError(f"backend={backend!r} needs the model on {backend}, it is on {', '.join(sorted(devices))}")
+    return ()
+
+
+def _sites(model: nn.Module, family: Family) -> list[tuple[str, nn.Module, str]]:
+    """(name, module, site) in the model's order: each stock class, and each place where one would be expected."""
+    classes = family.site_classes()
+    modules = dict(model.named_modules())
+    found: dict[str, str] = {}
+    for name, module in modules.items():
+        cls = stock_class(module)
+        site = classes.get((cls.__module__, cls.__name__))
+        if site is not None:
+            found[name] = site
+        if site == DECODER_LAYER:
+            expected = {family.input_norm: RMS_NORM, family.post_attention_norm: RMS_NORM, family.mlp_name: MLP}
+            expected |= {f"{family.attention}.{norm}": RMS_NORM for norm in family.attention_norms}
+            for path, kind in expected.items():
+                if f"{name}.{path}" in modules:
+                    found.setdefault(f"{name}.{path}", kind)
+    return [(name, modules[name], found[name]) for name in modules if name in found]
+
+
+def _why_not(module: nn.Module, site: str, family: Family) -> str | None:
+    cls = stock_class(module)
+    expected = {RMS_NORM: family.rms_norm, MLP: family.mlp, DECODER_LAYER: family.decoder_layer}[site]
+    if (cls.__module__, cls.__name__) != (family.module, expected):
+        return f"it is a {cls.__module__}.{cls.__name__}, not the stock {expected}"
+    if inspect.unwrap(cls.forward).__module__ != cls.__module__:
+        return f"the forward of {cls.__name__} has been replaced by {cls.forward.__module__}"
+    if "forward" in module.__dict__ and not hasattr(module, "_hf_hook"):
+        origin = getattr(module.__dict__["forward"], "__module__", None) or "somebody else"
+        return f"its forward has been replaced on the instance by {origin}"
+    return {RMS_NORM: _why_not_norm, MLP: _why_not_mlp, DECODER_LAYER: _why_not_layer}[site](module)
+
+
+def _why_not_norm(module: nn.Module) -> str | None:
+    extra = [name for name, _ in module.named_parameters(recurse=False) if name != "weight"]
+    if extra:
+        return f"it has a parameter besides the weight: {', '.join(extra)}"
+    weight = module.weight
+    if weight.device.type == "meta" and not hasattr(module, "_hf_hook"):
+        return "its weight is on the meta device: load the model's weights first"
+    return None if weight.dtype in DTYPES else f"its weight is {weight.dtype}"
+
+
+def _why_not_mlp(module: nn.Module) -> str | None:
+    act = type(module.act_fn).__name__
+    return None if act in SILU_CLASSES else f"its activation is {act}, not SiLU"
+
+
+def _why_not_layer(module: nn.Module) -> str | None:
+    found = tuple(inspect.signature(stock_class(module).forward).parameters)
+    return None if found == DECODER_LAYER_PARAMETERS else f"its forward takes other parameters: {', '.join(found)}"
+
+
+def _compute_dtype(layer: nn.Module) -> torch.dtype | None:
+    """The dtype of the layer's linears, None where they are quantized."""
+    dtypes = [p.dtype for m in layer.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)]
+    return next((d for d in dtypes if d.is_floating_point), None)
+
+
+def _connect_layers(model: nn.Module, family: Family, decisions: dict[str, Decision]) -> None:
+    """What depends on more than one module: dtypes within a layer, and which norm reads which layer's output."""
+    layers = [d.name for d in decisions.values() if d.site == DECODER_LAYER]
+    for name in layers:
+        dtype = _compute_dtype(model.get_submodule(name))
+        for norm in [d for d in decisions.values() if d.site == RMS_NORM and d.name.startswith(f"{name}.")]:
+            weight = model.get_submodule(norm.name).weight
+            if norm.replacement and dtype is not None and weight.dtype != dtype:
+                reason = f"mixed dtypes: its weight is {weight.dtype}, the layer's linears are {dtype}"
+                decisions[norm.name] = Decision(norm.name, RMS_NORM, None, reason)
+    for i, name in enumerate(layers):
+        layer = decisions[name]
+        if layer.replacement is None:
+            continue
+        for norm in (family.input_norm, family.post_attention_norm):
+            own = decisions.get(f"{name}.{norm}")
+            if own is None or own.replacement is None:
+                decisions[name] = Decision(name, DECODER_LAYER, None, f"its {norm} is not replaced")
+                break
+        else:
+            stack = name.rpartition(".")[0]
+            following = layers[i + 1] if i + 1 < len(layers) and layers[i + 1].rpartition(".")[0] == stack else None
+            parent = stack.removesuffix(family.layers)
+            next_norm = f"{following}.{family.input_norm}" if following else f"{parent}{family.final_norm}"
+            readable = next_norm in decisions and decisions[next_norm].replacement is not None
+            decisions[name] = Decision(
+                name, DECODER_LAYER, layer.replacement, None, next_norm if readable else None, following
+            )

@@ -1,0 +1,398 @@
+"""The patched model behaves as the stock one, and the patch undoes.
+
+Where the question is whether the residual graph is rewritten right, backend="reference" is used: its expressions are
+the stock ones, so results must be BITWISE equal. Closeness of the kernels: tests/test_ops.py and test_validation.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from models import CLASSES, small_model, token_ids
+from torch import nn
+
+import qwen_patch
+from qwen_patch.modules import FusedRMSNorm, Patched
+from qwen_patch.recipes import RECIPES
+
+FAMILY = pytest.mark.parametrize("family", CLASSES)
+FUSION = pytest.mark.parametrize("fusion", [f for f in RECIPES if f != "none"])
+
+
+def answers(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs)
+
+
+def assert_same_outputs(found, expected):
+    assert type(found) is type(expected)
+    assert list(found.keys()) == list(expected.keys())
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+    for key in ("hidden_states", "attentions"):
+        if expected.get(key) is not None:
+            assert len(found[key]) == len(expected[key])
+            for a, b in zip(found[key], expected[key], strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@FAMILY
+@FUSION
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_output_is_bitwise_the_stock_models(family, fusion, dtype):
+    ids = token_ids(2, 9)
+    kwargs = {"output_hidden_states": True, "output_attentions": True, "attention_mask": torch.ones_like(ids)}
+    kwargs["attention_mask"][0, :4] = 0  # left padding
+    model = small_model(family, dtype, attn_implementation="eager")
+    expected = answers(model, ids, **kwargs)
+    qwen_patch.patch_model(model, fusion=fusion, backend="reference")
+    assert_same_outputs(answers(model, ids, **kwargs), expected)
+    assert_same_outputs(
+        answers(model, ids, use_cache=False), answers(qwen_patch.unpatch_model(model), ids, use_cache=False)
+    )
+    assert isinstance(answers(qwen_patch.patch_model(model, backend="reference"), ids, return_dict=False), tuple)
+    assert_same_outputs(answers(qwen_patch.unpatch_model(model), ids, **kwargs), expected)
+
+
+@FAMILY
+@FUSION
+def test_kernels_are_within_rounding(family, fusion, device):
+    """float32: sums of 64 terms in another order, through 3 layers: some tens of eps of the largest logit."""
+    model, ids = small_model(family, device=device), token_ids(2, 9, device=device)
+    expected = answers(model, ids).logits
+    found = answers(qwen_patch.patch_model(model, fusion=fusion), ids).logits
+    if fusion != "mlp":
+        assert not torch.equal(found, expected), "the kernels did not run, or sum in the very same order"
+    assert (found - expected).abs().max() <= 64 * torch.finfo(torch.float32).eps * expected.abs().max()
+
+
+@FAMILY
+def test_generate_and_cache(family, device):
+    model, ids = small_model(family, device=device), token_ids(2, 9, device=device)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_scores": True}
+    expected = model.generate(ids, **options)
+    found = qwen_patch.patch_model(model).generate(ids, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.scores) == len(expected.scores) == 12
+    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 5}, {"cache_implementation": "static"}):
+        results = []
+        for change in (qwen_patch.unpatch_model, qwen_patch.patch_model):
+            torch.manual_seed(3)
+            results.append(change(model).generate(ids, attention_mask=mask, max_new_tokens=8, **options))
+        assert torch.equal(*results), options
+
+
+@FAMILY
+def test_only_this_instance_changes(family):
+    model, other = small_model(family), small_model(family)
+    classes = {name: type(m) for name, m in model.named_modules()}
+    attributes = {name: set(m.__dict__) for name, m in model.named_modules()}
+    parameters = {name: p for name, p in model.named_parameters()}
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    assert qwen_patch.patch_model(model) is model
+    assert [type(m) for m in other.modules()] == [classes[name] for name, _ in other.named_modules()]
+    assert not any(isinstance(m, Patched) for m in other.modules())
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert [name for name, _ in model.named_modules()] == list(classes)
+    answers(model, token_ids(1, 5))
+    qwen_patch.unpatch_model(model)
+    assert {name: type(m) for name, m in model.named_modules()} == classes
+    assert {name: set(m.__dict__) for name, m in model.named_modules()} == attributes
+
+
+def test_patching_again_is_a_no_op_or_a_new_plan():
+    model, ids = small_model("qwen3"), token_ids(1, 7)
+    expected = answers(model, ids).logits
+    qwen_patch.patch_model(model)
+    first = [type(m) for m in model.modules()]
+    qwen_patch.patch_model(model)
+    assert [type(m) for m in model.modules()] == first
+    assert not any(issubclass(c.stock, Patched) for c in first if issubclass(c, Patched)), "patched twice over"
+    qwen_patch.patch_model(model, fusion="mlp")
+    assert {d.site for d in qwen_patch.explain(model).replaced} == {"mlp"}
+    qwen_patch.patch_model(model, fusion="none")
+    assert torch.equal(answers(model, ids).logits, expected)
+
+
+def test_context_manager_brings_back_what_was_there():
+    model = small_model("qwen2")
+    with qwen_patch.patched(model, fusion="mlp") as inside:
+        assert inside is model
+        assert qwen_patch.explain(model).fusion == "mlp"
+    assert not any(isinstance(m, Patched) for m in model.modules())
+    qwen_patch.patch_model(model, fusion="rms")
+    with pytest.raises(KeyError), qwen_patch.patched(model, fusion="both"):
+        raise KeyError
+    assert qwen_patch.explain(model).fusion == "rms"
+
+
+def test_an_exception_while_patching_leaves_the_model_stock(monkeypatch):
+    model, ids = small_model("qwen3"), token_ids(1, 7)
+    expected, calls = answers(model, ids).logits, []
+
+    def fail_at_the_tenth(*args):
+        calls.append(args)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    original = qwen_patch.patcher._replace
+    monkeypatch.setattr(qwen_patch.patcher, "_replace", fail_at_the_tenth)
+    with pytest.raises(KeyboardInterrupt):
+        qwen_patch.patch_model(model)
+    assert not any(isinstance(m, Patched) for m in model.modules())
+    assert torch.equal(answers(model, ids).logits, expected)
+
+
+@FAMILY
+def test_copies_and_checkpoints(family, tmp_path):
+    model, ids = small_model(family), token_ids(1, 7)
+    qwen_patch.patch_model(model)
+    expected = answers(model, ids).logits
+    twin, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for other in (twin, pickled):  # a copy that ran the original's weights would answer zeros
+        assert torch.equal(answers(other, ids).logits, expected)
+        assert qwen_patch.explain(other).replaced
+        assert not any(isinstance(m, Patched) for m in qwen_patch.unpatch_model(other).modules())
+    stock = type(model).from_pretrained(tmp_path)
+    assert not any(isinstance(m, Patched) for m in stock.modules())
+    assert torch.equal(answers(qwen_patch.patch_model(stock), ids).logits, expected)
+
+
+def _replace_output(_module, _args, output):
+    return output * 1.5
+
+
+def _edit_output_in_place(_module, _args, output):
+    output.mul_(1.5)
+
+
+def _edit_output_unseen(_module, _args, output):
+    output.data.mul_(1.5)  # .data: the version counter does not see it
+
+
+def _edit_input_in_place(_module, args):
+    args[0].add_(0.25)
+
+
+def _edit_input_unseen(_module, args):
+    args[0].data.add_(0.25)
+
+
+def _replace_input(_module, args):
+    return (args[0] * 0.5, *args[1:])
+
+
+LAYER, NORM, FINAL = "model.layers.1", "model.layers.1.input_layernorm", "model.norm"
+POST, ACT, MLP = "model.layers.1.post_attention_layernorm", "model.layers.1.mlp.act_fn", "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize("where", [LAYER, NORM, FINAL, POST, MLP, ACT])
+@pytest.mark.parametrize("hook", [_replace_output, _edit_output_in_place, _edit_output_unseen])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forward_hooks(where, hook, mode):
+    _compare_hooked(where, lambda m: m.register_forward_hook(hook), mode)
+
+
+@pytest.mark.parametrize("where", [LAYER, NORM, FINAL, POST, MLP, ACT])
+@pytest.mark.parametrize("hook", [_replace_input, _edit_input_in_place, _edit_input_unseen])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forward_pre_hooks(where, hook, mode):
+    _compare_hooked(where, lambda m: m.register_forward_pre_hook(hook), mode)
+
+
+def _compare_hooked(where, register, mode):
+    model, ids = small_model("qwen2"), token_ids(1, 7)
+    with mode():
+        plain = model(ids).logits
+        handle = register(model.get_submodule(where))
+        expected = model(ids).logits
+        assert not torch.equal(plain, expected), "the hook does nothing: the test would prove nothing"
+        qwen_patch.patch_model(model, backend="reference")
+        assert torch.equal(model(ids).logits, expected)
+        handle.remove()
+        assert torch.equal(model(ids).logits, plain)
+
+
+def test_global_hooks_fire_as_often_as_in_the_stock_model():
+    model, ids, counts = small_model("qwen3"), token_ids(1, 5), []
+    with_hook = torch.nn.modules.module.register_module_forward_hook
+    for change in (qwen_patch.unpatch_model, qwen_patch.patch_model):
+        change(model)
+        seen = []
+        handle = with_hook(lambda module, _args, _out, seen=seen: seen.append(id(module)))
+        answers(model, ids)
+        handle.remove()
+        counts.append(seen)
+    assert counts[0] == counts[1]
+
+
+def test_a_norm_asked_about_another_tensor_computes_it():
+    """What `add_before` left over is used for its own tensor only, unchanged, and never twice."""
+    model = small_model("llama")
+    qwen_patch.patch_model(model, backend="reference")
+    norm, (a, b) = model.model.norm, torch.randn(2, 1, 3, 64)
+    assert isinstance(norm, FusedRMSNorm)
+    with torch.no_grad():
+        total = qwen_patch.modules.norm.add_before(norm, a, b)
+        right = norm.ops.rms_norm(total, norm.weight, norm.variance_epsilon)
+        assert torch.equal(norm(total.clone()), right)
+        assert torch.equal(norm(a), norm.ops.rms_norm(a, norm.weight, norm.variance_epsilon))
+        total = qwen_patch.modules.norm.add_before(norm, a, b)
+        total.mul_(3)
+        assert torch.equal(norm(total), norm.ops.rms_norm(total, norm.weight, norm.variance_epsilon))
+        total = qwen_patch.modules.norm.add_before(norm, a, b)
+        assert qwen_patch.modules.norm.PREPARED in norm.__dict__
+        norm(total)
+    assert qwen_patch.modules.norm.PREPARED not in norm.__dict__
+
+
+@FAMILY
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_training_step_has_the_stock_gradients(family, checkpointing):
+    gradients = []
+    for patch in (False, True):
+        model = small_model(family).train()
+        if patch:
+            qwen_patch.patch_model(model)
+            assert any("training mode" in note for note in qwen_patch.explain(model).notes)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        ids = token_ids(2, 9)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        assert expected is not None
+        assert torch.equal(gradients[1][name], expected), name
+
+
+def test_frozen_body_still_gets_gradients_at_its_input():
+    """Only the embedding's output wants a gradient: it must flow through every fused site."""
+    results = []
+    for patch in (False, True):
+        model = small_model("qwen3").requires_grad_(False)
+        if patch:
+            qwen_patch.patch_model(model)
+        embeddings = model.get_input_embeddings()(token_ids(1, 6)).requires_grad_()
+        model(inputs_embeds=embeddings).logits.square().sum().backward()
+        results.append(embeddings.grad)
+    assert torch.equal(*results)
+
+
+@FAMILY
+def test_compiles_as_the_stock_model_does(family):
+    model, ids = small_model(family), token_ids(1, 7)
+    expected = answers(model, ids, use_cache=False).logits
+    qwen_patch.patch_model(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(answers(compiled, ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast(device):
+    model, ids = small_model("qwen3", device=device), token_ids(2, 7, device=device)
+    results = []
+    for change in (qwen_patch.unpatch_model, lambda m: qwen_patch.patch_model(m, backend="reference")):
+        change(model)
+        with torch.autocast(device.type, torch.bfloat16):
+            results.append(answers(model, ids).logits)
+    assert torch.equal(*results)
+
+
+def test_two_threads_on_one_model():
+    model = qwen_patch.patch_model(small_model("qwen2"), backend="reference")
+    inputs = [token_ids(1, n) for n in (5, 40)]
+    expected, wrong = [answers(model, ids).logits for ids in inputs], []
+
+    def work(i):
+        for _ in range(30):
+            if not torch.equal(answers(model, inputs[i]).logits, expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_accelerate_offload(when):
+    """Weights live outside the model between the calls of their modules; hooks wrap every forward."""
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    model, ids = small_model("qwen2"), token_ids(1, 7)
+    expected = answers(model, ids).logits
+    if when == "after":
+        qwen_patch.patch_model(model, backend="reference")
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    forwards = {name: m.__dict__.get("forward") for name, m in model.named_modules()}
+    if when == "before":
+        qwen_patch.patch_model(model, backend="reference")
+    assert qwen_patch.explain(model).replaced
+    assert isinstance(model.model.norm._old_forward.__self__, FusedRMSNorm)
+    assert torch.equal(answers(model, ids).logits, expected)
+    qwen_patch.unpatch_model(model)
+    assert {name: m.__dict__.get("forward") for name, m in model.named_modules()} == forwards
+    assert model.model.norm._old_forward.__func__ is type(model.model.norm).forward
+    assert torch.equal(answers(model, ids).logits, expected)
+    remove_hook_from_submodules(model)
+    assert torch.equal(answers(model, ids).logits, expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora(when):
+    peft = pytest.importorskip("peft")
+    ids = token_ids(1, 7)
+    targets = ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(5)
+    expected = peft.get_peft_model(small_model("qwen2"), config).eval()
+    torch.manual_seed(5)
+    model = small_model("qwen2")
+    if when == "before":
+        qwen_patch.patch_model(model, backend="reference")
+    found = peft.get_peft_model(model, config).eval()
+    found.load_state_dict(expected.state_dict())
+    if when == "after":
+        qwen_patch.patch_model(found, backend="reference")
+    assert torch.equal(answers(found, ids).logits, answers(expected, ids).logits)
+    qwen_patch.unpatch_model(found)
+    assert not any(isinstance(m, Patched) for m in found.modules())
+    assert torch.equal(answers(found, ids).logits, answers(expected, ids).logits)
+
+
+def test_weights_changed_after_the_patch_count():
+    model, ids = small_model("qwen2"), token_ids(1, 7)
+    qwen_patch.patch_model(model, backend="reference")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+        model.model.layers[0].post_attention_layernorm.weight = nn.Parameter(torch.rand(64))
+    model.bfloat16()
+    found = answers(model, ids).logits
+    assert torch.equal(found, answers(qwen_patch.unpatch_model(model), ids).logits)
+    assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.cuda
+def test_moving_between_devices():
+    model, ids = small_model("qwen3"), token_ids(1, 7)
+    qwen_patch.patch_model(model)
+    there = answers(model.cuda(), ids.cuda()).logits.cpu()
+    here = answers(model.cpu(), ids).logits
+    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-4)  # two devices' GEMMs, fp32
