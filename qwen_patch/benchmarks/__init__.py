@@ -1,0 +1,1 @@
+"""Measurements: paired end-to-end generate, and each op against the stock expression and its peers."""

@@ -1,0 +1,257 @@
+"""`qwen-patch bench`: model.generate, stock against patched, interleaved in one process on one copy of the weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import Progress
+from transformers import PreTrainedModel
+
+from ..patcher import patch_model, unpatch_model
+from ..validation.agreement import Agreement, compare_tokens
+from . import results, timing
+
+STOCK, STATIC = "stock", "static"
+
+
+@dataclass
+class Samples:
+    """What the rounds of one variant gave, in order; the rounds of all variants pair up."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+
+
+def activate(model: PreTrainedModel, variant: str) -> None:
+    """Makes the model what `variant` names: stock code, or patched with that fusion."""
+    if variant in (STOCK, STATIC):
+        unpatch_model(model)
+    else:
+        patch_model(model, fusion=variant)
+
+
+def generate(model: PreTrainedModel, variant: str, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """The new tokens [B, new_tokens], greedy."""
+    options = {"cache_implementation": "static"} if variant == STATIC else {}
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    return output[:, ids.shape[1] :]
+
+
+def bootstrap_interval(ratios: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95% interval of the median of paired ratios, by resampling the pairs (percentile bootstrap, Efron 1979)."""
+    values = np.asarray(ratios)
+    picks = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
+    low, high = np.percentile(np.median(values[picks], axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def bytes_a_token(model: PreTrainedModel, context: int) -> int:
+    """What a decode step must read: every weight once but for the embedding's other rows, and the keys and values."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * context
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    skipped = 0 if tied else model.get_input_embeddings().weight.numel()
+    weights = sum(p.numel() for p in model.parameters()) - skipped
+    return (weights + cache) * model.dtype.itemsize
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> float:
+    timing.synchronize(device)
+    start = time.perf_counter()
+    call()
+    timing.synchronize(device)
+    return time.perf_counter() - start
+
+
+def measure(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    variants: list[str],
+    new_tokens: int,
+    rounds: int,
+    step: Callable[[], None],
+) -> tuple[dict[str, Samples], dict[str, Agreement]]:
+    """Checks each variant's tokens against stock, then times all, one after the other, in alternating order."""
+    device, samples = ids.device, {v: Samples() for v in variants}
+    activate(model, STOCK)
+    expected = generate(model, STOCK, ids, new_tokens)
+    agreements = {}
+    for variant in variants:
+        activate(model, variant)
+        found = generate(model, variant, ids, new_tokens)
+        agreements[variant] = compare_tokens(model, ids, expected, found, lambda v=variant: activate(model, v))
+        step()
+    for i in range(rounds):
+        for variant in variants if i % 2 == 0 else reversed(variants):
+            activate(model, variant)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            sample = samples[variant]
+            sample.first_token_s.append(_timed(lambda v=variant: generate(model, v, ids, 1), device))
+            sample.total_s.append(_timed(lambda v=variant: generate(model, v, ids, new_tokens), device))
+            if device.type == "cuda":
+                sample.peak_bytes = max(sample.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+            step()
+    activate(model, STOCK)
+    return samples, agreements
+
+
+def rows_of(
+    samples: dict[str, Samples],
+    agreements: dict[str, Agreement],
+    prompt: int,
+    new_tokens: int,
+    cost: int,
+    copy_gbps: float,
+) -> list[dict[str, Any]]:
+    def decode_s(s: Samples) -> list[float]:
+        return [total - first for total, first in zip(s.total_s, s.first_token_s, strict=True)]
+
+    def ratio(variant: list[float], stock: list[float]) -> dict[str, Any]:
+        paired = [b / a for a, b in zip(variant, stock, strict=True)]
+        return {"ratio": float(np.median(paired)), "interval95": bootstrap_interval(paired)}
+
+    stock, rows = samples[STOCK], []
+    for variant, s in samples.items():
+        first, decode, total = timing.spread(s.first_token_s), timing.spread(decode_s(s)), timing.spread(s.total_s)
+        decode_tps = (new_tokens - 1) / decode.median
+        agreement = agreements[variant]
+        rows.append(
+            {
+                "prompt": prompt,
+                "new_tokens": new_tokens,
+                "variant": variant,
+                "correct": agreement.correct,
+                "tokens": str(agreement),
+                "first_token_ms": first.median * 1e3,
+                "first_token_ms_quartiles": [first.low * 1e3, first.high * 1e3],
+                "decode_tps": decode_tps,
+                "decode_tps_quartiles": [(new_tokens - 1) / decode.high, (new_tokens - 1) / decode.low],
+                "end_to_end_tps": new_tokens / total.median,
+                "peak_gb": None if s.peak_bytes is None else s.peak_bytes / 1e9,
+                "share_of_copy": decode_tps * cost / (copy_gbps * 1e9),
+                # How many times faster than stock; a variant whose tokens are wrong has no speed.
+                "decode_vs_stock": ratio(decode_s(s), decode_s(stock)) if agreement.correct else None,
+                "first_token_vs_stock": ratio(s.first_token_s, stock.first_token_s) if agreement.correct else None,
+                "end_to_end_vs_stock": ratio(s.total_s, stock.total_s) if agreement.correct else None,
+            }
+        )
+    return rows
+
+
+def run(
+    model: PreTrainedModel,
+    name: str,
+    prompts: dict[int, torch.Tensor],
+    fusions: list[str],
+    new_tokens: int,
+    rounds: int,
+    output: Path | None,
+    static: bool = False,
+) -> dict[str, Any]:
+    """Measures every fusion at every prompt length; writes `<output>.json`, `.md` and `.png` where one is given.
+
+    `prompts` maps a length to ids [B, length]. `static` adds Transformers' own compiled static cache as a
+    second baseline.
+    """
+    device = next(model.parameters()).device
+    variants = [STOCK, *fusions, *([STATIC] if static else [])]
+    copy_gbps = timing.copy_bandwidth(device).median
+    rows: list[dict[str, Any]] = []
+    with Progress(transient=True) as progress, torch.no_grad():
+        task = progress.add_task(name, total=len(prompts) * len(variants) * (rounds + 1))
+        for length, ids in prompts.items():
+            progress.update(task, description=f"{name}, prompt {length}")
+            samples, agreements = measure(
+                model, ids.to(device), variants, new_tokens, rounds, lambda: progress.advance(task)
+            )
+            cost = bytes_a_token(model, length + new_tokens // 2)
+            rows += rows_of(samples, agreements, length, new_tokens, cost, copy_gbps)
+    document = {
+        "benchmark": "generate",
+        "model": name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "batch": next(iter(prompts.values())).shape[0],
+        "environment": results.environment(device),
+        "settings": {"rounds": rounds, "new_tokens": new_tokens, "variants": variants, "decoding": "greedy"},
+        "copy_gbps": copy_gbps,
+        "rows": rows,
+    }
+    if output is not None:
+        from .plots import plot_generate
+
+        results.write_json(results.beside(output, ".json"), document)
+        results.write_whole(results.beside(output, ".md"), table(document))
+        plot_generate(document, results.beside(output, ".png"))
+    return document
+
+
+TERMINAL_COLUMNS = {
+    "prompt": "prompt",
+    "variant": "variant",
+    "first_token_ms": "first ms",
+    "first": "x stock",
+    "decode_tps": "tokens/s",
+    "decode": "x stock [95%]",
+    "tokens": "tokens",
+}
+COLUMNS = {
+    "prompt": "prompt",
+    "variant": "variant",
+    "first_token_ms": "first token, ms",
+    "first": "x stock",
+    "decode_tps": "decode tokens/s",
+    "decode": "x stock [95%]",
+    "end_to_end_tps": "end to end tokens/s",
+    "end": "x stock",
+    "share_of_copy": "share of copy",
+    "peak_gb": "peak GB",
+    "tokens": "tokens",
+}
+
+
+def flat_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows with their ratios as text, for tables."""
+
+    def times(entry: dict[str, Any] | None, interval: bool) -> str:
+        if entry is None:
+            return "WRONG"
+        low, high = entry["interval95"]
+        return f"{entry['ratio']:.2f}" + (f" [{low:.2f}, {high:.2f}]" if interval else "")
+
+    return [
+        row
+        | {
+            "first": times(row["first_token_vs_stock"], False),
+            "decode": times(row["decode_vs_stock"], True),
+            "end": times(row["end_to_end_vs_stock"], False),
+        }
+        for row in document["rows"]
+    ]
+
+
+def table(document: dict[str, Any]) -> str:
+    env = document["environment"]
+    head = (
+        f"# model.generate, {document['model']}, {document['dtype']}, batch {document['batch']}\n\n"
+        f"{env['device_name']}, torch {env['torch']}, transformers {env['transformers']}, commit {env['commit']}, "
+        f"{env['date']}; {document['settings']['new_tokens']} new tokens, greedy, {document['settings']['rounds']} "
+        f"paired rounds, medians; copy {document['copy_gbps']:,.0f} GB/s.\n\n"
+    )
+    return head + results.markdown_table(flat_rows(document), COLUMNS)

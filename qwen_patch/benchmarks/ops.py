@@ -1,0 +1,215 @@
+"""`qwen-patch ops`: every op at the shapes of real models, against the stock expression and its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import track
+
+from ..ops import OPS
+from . import results, timing
+
+# (hidden, intermediate, query heads, kv heads, head_dim of q_norm and k_norm or None)
+MODELS = {
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, None),
+    "Qwen2.5-7B": (3584, 18944, 28, 4, None),
+    "Qwen3-0.6B": (1024, 3072, 16, 8, 128),
+    "Qwen3-8B": (4096, 12288, 32, 8, 128),
+}
+TOKENS = (1, 8, 128, 512, 4096)
+EPS = 1e-6
+
+
+class Case(NamedTuple):
+    op: str
+    model: str
+    tokens: int
+    shape: tuple[int, int]  # rows, and H or I
+
+
+def cases(tokens: tuple[int, ...] = TOKENS) -> Iterator[Case]:
+    for model, (hidden, intermediate, heads, _, head_dim) in MODELS.items():
+        for t in tokens:
+            yield Case("rms_norm", model, t, (t, hidden))
+            if head_dim:
+                yield Case("rms_norm", f"{model} q_norm", t, (t * heads, head_dim))
+            yield Case("add_rms_norm", model, t, (t, hidden))
+            yield Case("silu_mul", model, t, (t, intermediate))
+            yield Case("silu_and_mul", model, t, (t, intermediate))
+
+
+def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> tuple:
+    rows, width = case.shape
+
+    def rand(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, dtype=dtype)
+
+    return {
+        "rms_norm": lambda: (rand(rows, width), rand(width), EPS),
+        "add_rms_norm": lambda: (rand(rows, width), rand(rows, width), rand(width), EPS),
+        "silu_mul": lambda: (rand(rows, width), rand(rows, width)),
+        "silu_and_mul": lambda: (rand(rows, 2 * width),),
+    }[case.op]()
+
+
+def _torch_peers() -> dict[str, Callable]:
+    def add_rms_norm(x, residual, weight, eps):
+        total = residual + x
+        return torch.nn.functional.rms_norm(total, weight.shape, weight, eps), total
+
+    return {
+        "rms_norm": lambda x, w, eps: torch.nn.functional.rms_norm(x, w.shape, w, eps),
+        "add_rms_norm": add_rms_norm,
+    }
+
+
+def _liger_peers() -> dict[str, Callable]:
+    try:
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    except ImportError:
+        return {}
+    return {
+        "rms_norm": lambda x, w, eps: LigerRMSNormFunction.apply(x, w, eps, 0.0, "llama", False),
+        "add_rms_norm": lambda x, r, w, eps: LigerFusedAddRMSNormFunction.apply(x, r, w, eps, 0.0, "llama", False),
+        "silu_mul": lambda g, u: LigerSiLUMulFunction.apply(g, u),
+    }
+
+
+def variants(op: str, device: torch.device) -> dict[str, Callable]:
+    """ours (the kernel), stock (the model's own expression) and the peers that have this op on this device."""
+    found = {"ours": OPS[op].no_grad, "stock": OPS[op].reference}
+    peers = {"torch": _torch_peers(), "liger": _liger_peers() if device.type == "cuda" else {}}
+    return found | {name: table[op] for name, table in peers.items() if op in table}
+
+
+def largest_error(found: Any, expected: Any) -> float:
+    """The largest difference, in units in the last place of the expected values' dtype."""
+    pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
+    worst = 0.0
+    for a, b in pairs:
+        # ulp(b) = 2^exponent(b) * eps, never below that of the smallest normal number
+        magnitude = b.double().abs().clamp_min(torch.finfo(b.dtype).tiny)
+        ulp = torch.exp2(torch.floor(torch.log2(magnitude))) * torch.finfo(b.dtype).eps
+        error = ((a.double() - b.double()).abs() / ulp).max().item()
+        worst = max(worst, error if error == error else float("inf"))  # a NaN is as wrong as can be
+    return worst
+
+
+def measure(case: Case, device: torch.device, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
+    """One row a variant. Every variant is checked against the reference on fresh inputs before it is timed."""
+    first = inputs(case, device, dtype)
+    cost = OPS[case.op].cost(*first)
+    expected = OPS[case.op].reference(*first)
+    functions = variants(case.op, device)
+    errors = {name: largest_error(f(*first), expected) for name, f in functions.items()}
+    limit = max(OPS[case.op].max_ulp, 4 if dtype == torch.float32 else 0)  # float32: nothing rounds a longer sum away
+    if errors["ours"] > limit:
+        raise RuntimeError(f"{case.op} {case.shape} {dtype} is wrong by {errors['ours']} units in the last place")
+
+    # Cold inputs: enough sets to push each out of the cache before its turn comes again, up to 64.
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 << 20
+    sets = [inputs(case, device, dtype) for _ in range(max(2, min(64, -(-4 * cache // cost.bytes))))]
+
+    # ... and enough calls that starting a graph, some 10 us, does not count.
+    turns = -(-256 // len(sets)) if cost.bytes < 1 << 20 else 1
+    count = turns * len(sets)
+
+    def calls(f: Callable) -> Callable[[], object]:
+        return lambda: [f(*args) for _ in range(turns) for args in sets]
+
+    python = {n: timing.wall_clock_us(calls(f), count, device) for n, f in functions.items()}
+    for clock in python.values():
+        clock()
+    from_python = timing.interleaved(python, rounds)
+    in_graph = {}
+    if device.type == "cuda":
+        in_graph = timing.interleaved({n: timing.graph_us(calls(f), count) for n, f in functions.items()}, rounds)
+    rows = []
+    for name in functions:
+        kernel = in_graph.get(name, from_python[name])
+        rows.append(
+            {
+                "op": case.op,
+                "model": case.model,
+                "tokens": case.tokens,
+                "shape": list(case.shape),
+                "dtype": str(dtype).removeprefix("torch."),
+                "variant": name,
+                "max_error_ulp": errors[name],
+                "bytes": cost.bytes,
+                "input_sets": len(sets),
+                "us": kernel.median,
+                "us_quartiles": [kernel.low, kernel.high],
+                "python_us": from_python[name].median,
+                "gbps": cost.bytes / kernel.median / 1e3,
+            }
+        )
+    return rows
+
+
+def run(
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    output: Path | None,
+    rounds: int = 15,
+    tokens: tuple[int, ...] = TOKENS,
+) -> dict[str, Any]:
+    """Measures all cases; writes `<output>.json` and `<output>.md` where an output is given."""
+    rows: list[dict[str, Any]] = []
+    todo = [(case, dtype) for dtype in dtypes for case in cases(tokens)]
+    if 4096 in tokens:
+        todo += [(Case(op, "4096x4096", 4096, (4096, 4096)), dtypes[0]) for op in ("rms_norm", "add_rms_norm")]
+    copies = [timing.copy_bandwidth(device).median]
+    with torch.no_grad():
+        for case, dtype in track(todo, description=f"ops on {device}"):
+            rows += measure(case, device, dtype, rounds)
+    copies.append(timing.copy_bandwidth(device).median)
+    copy_gbps = sum(copies) / 2
+    for row in rows:
+        row["share_of_copy"] = row["gbps"] / copy_gbps
+    how = "in a CUDA graph" if device.type == "cuda" else "called from Python"
+    document = {
+        "benchmark": "ops",
+        "environment": results.environment(device),
+        "settings": {
+            "rounds": rounds,
+            "timed": how,
+            "inputs": "rotated through 4x the last-level cache, up to 64 sets",
+        },
+        "copy_gbps": copy_gbps,
+        "rows": rows,
+    }
+    if output is not None:
+        results.write_json(results.beside(output, ".json"), document)
+        results.write_whole(results.beside(output, ".md"), table(document))
+    return document
+
+
+COLUMNS = {
+    "op": "op",
+    "model": "model",
+    "tokens": "tokens",
+    "dtype": "dtype",
+    "variant": "variant",
+    "us": "us",
+    "python_us": "from Python, us",
+    "gbps": "GB/s",
+    "share_of_copy": "share of copy",
+    "max_error_ulp": "error, ulp",
+}
+
+
+def table(document: dict[str, Any]) -> str:
+    env = document["environment"]
+    head = (
+        f"# Ops on {env['device_name']}\n\n"
+        f"torch {env['torch']}, {env['cpu_threads']} CPU threads, commit {env['commit']}, {env['date']}; "
+        f"{document['settings']['timed']}; copy {document['copy_gbps']:,.0f} GB/s. `us` is the device's time a call, "
+        "`from Python` the time between calls from Python.\n\n"
+    )
+    return head + results.markdown_table(document["rows"], COLUMNS)

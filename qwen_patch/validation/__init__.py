@@ -1,0 +1,1 @@
+"""What `validate_qwen` measures, and how it judges: the answers of a patched model against the stock model's."""

@@ -1,0 +1,78 @@
+"""Greedy tokens of two runs, and whether a difference is an error or a tie that rounding may break either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..patcher import unpatch_model
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two greedy continuations agree.
+
+    `first_difference` is the first new token that differs in any row, None if all are equal. There, `margin` is how
+    much the stock model prefers its own token to the other, in logits, and `error` the largest difference between the
+    two models' logits for the same text: a margin inside twice the error (each logit may move by one) is a tie.
+    """
+
+    tokens: int
+    first_difference: int | None = None
+    margin: float = 0.0
+    error: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        return self.first_difference is None
+
+    @property
+    def correct(self) -> bool:
+        return self.equal or self.margin <= 2 * self.error
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"all {self.tokens} equal"
+        verdict = "a tie" if self.correct else "WRONG"
+        return f"{verdict} at token {self.first_difference}: margin {self.margin:.3g}, error {self.error:.3g}"
+
+
+def first_difference(expected: torch.Tensor, found: torch.Tensor) -> tuple[int, int] | None:
+    """(row, position) of the earliest position where [B, N] tokens differ."""
+    if expected.shape != found.shape:
+        return 0, min(expected.shape[1], found.shape[1])
+    positions = (expected != found).any(dim=0).nonzero()
+    if len(positions) == 0:
+        return None
+    position = int(positions[0])
+    return int((expected != found)[:, position].nonzero()[0]), position
+
+
+def compare_tokens(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    reactivate: Callable[[], None],
+) -> Agreement:
+    """Compares new tokens [B, N]; where they differ, asks both models about the text before the first difference.
+
+    `model` is in the state that gave `found`; it is left so: `reactivate` brings it back after stock was asked.
+    No padding: for prompts ids [B, T] of one length.
+    """
+    where = first_difference(expected, found)
+    if where is None:
+        return Agreement(expected.numel())
+    row, position = where
+    if position >= expected.shape[1] or position >= found.shape[1]:
+        return Agreement(expected.numel(), position, float("inf"), 0.0)
+    text = torch.cat([ids, expected[:, :position]], dim=1)[row : row + 1]
+    theirs = model(text).logits[0, -1].float()
+    unpatch_model(model)
+    stock = model(text).logits[0, -1].float()
+    reactivate()
+    margin = (stock[expected[row, position]] - stock[found[row, position]]).item()
+    return Agreement(expected.numel(), position, margin, (theirs - stock).abs().max().item())

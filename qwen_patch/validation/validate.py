@@ -1,0 +1,177 @@
+"""The flow of `validate_qwen`: one model in memory, run stock, patched and stock again, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..loading import SAMPLE_TEXT
+from ..patcher import explain, patch_model, unpatch_model
+from .agreement import first_difference
+from .collect import Answers, Batch, collect, make_batches, next_token_logits
+from .locate import first_difference as first_differing_site
+from .locate import outputs_of_sites
+from .metrics import bitwise_equal, distance
+
+# A patched model may be this much further from the float32 stock model than the stock model itself is.
+ORACLE_MARGIN = 1.10
+# The largest logit error, in eps of the dtype times the largest logit, that rounding explains. A wrong kernel brings
+# hundreds of these.
+PLAIN_EPS = 16
+
+
+@dataclass
+class Report:
+    """What was found. `to_dict` is the JSON that `--json` writes; `reasons` says why it did not pass."""
+
+    model: str
+    fusion: str
+    quantize: str | None
+    dtype: str
+    device: str
+    backend: str
+    positions: int = 0
+    max_abs_logit_error: float = 0.0
+    mean_abs_logit_error: float = 0.0
+    kl_mean: float = 0.0
+    top1_agreement: float = 0.0
+    new_tokens: int = 0
+    greedy_tokens_equal: bool = False
+    greedy_differences: list[str] = field(default_factory=list)
+    undo_bitwise: bool = False
+    oracle: dict[str, float] | None = None
+    modules_replaced: int = 0
+    first_difference: str | None = None
+    reasons: list[str] = field(default_factory=list)
+    passed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def default_prompts(count: int = 4) -> list[str]:
+    """Passages of the bundled text, of unequal lengths."""
+    paragraphs = [p.replace("\n", " ").strip() for p in SAMPLE_TEXT.read_text().split("\n\n")]
+    chosen = [p for p in paragraphs if len(p) > 120][:count]
+    return [p[: 120 + 160 * i] for i, p in enumerate(chosen)]
+
+
+def validate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    fusion: str = "both",
+    backend: str = "auto",
+    prompts: list[str] | None = None,
+    new_tokens: int = 64,
+    oracle: bool = False,
+) -> Report:
+    """Compares the patched model with the stock one, and judges.
+
+    The model is run stock, patched, and stock again. It passes if the undo is bitwise, the logits are as close as the
+    dtype's rounding allows, and every token that it prefers is the stock model's. Where one differs, or with `oracle`,
+    the judge is the stock model in float32: the patched model's mean error against it may exceed the stock model's by
+    10%, and a token may differ only where the oracle's margin between the two is inside the error. The oracle is made
+    by casting this model in place, so the model is float32 afterwards; it is left unpatched.
+    """
+    batches = make_batches(tokenizer, prompts or default_prompts(), next(model.parameters()).device)
+    unpatch_model(model)
+    stock = collect(model, batches, new_tokens)
+    patch_model(model, fusion=fusion, backend=backend)
+    patched = collect(model, batches, new_tokens)
+    plan = explain(model)
+    patched_sites = outputs_of_sites(model, plan, batches[0])
+    unpatch_model(model)
+    undone = collect(model, batches, new_tokens)
+    stock_sites = outputs_of_sites(model, plan, batches[0])
+
+    found = distance(stock.logits, patched.logits)
+    report = Report(
+        model=name,
+        fusion=fusion,
+        quantize=None,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(next(model.parameters()).device),
+        backend=backend,
+        positions=found.positions,
+        max_abs_logit_error=found.max_abs,
+        mean_abs_logit_error=found.mean_abs,
+        kl_mean=found.kl_mean,
+        top1_agreement=found.top1_agreement,
+        new_tokens=new_tokens,
+        greedy_tokens_equal=bitwise_equal(stock.tokens, patched.tokens),
+        undo_bitwise=bitwise_equal(stock.logits, undone.logits) and bitwise_equal(stock.tokens, undone.tokens),
+        modules_replaced=len(plan.replaced),
+    )
+    if not report.undo_bitwise:
+        report.reasons.append("the model does not answer bitwise as before after the undo")
+    limit = PLAIN_EPS * torch.finfo(model.dtype).eps * found.largest
+    if not found.max_abs <= limit:
+        report.reasons.append(f"a logit is off by {found.max_abs:.3g}: rounding explains {limit:.3g}")
+    if oracle or found.same_top1 < found.positions or not report.greedy_tokens_equal:
+        _judge_by_oracle(report, model, batches, stock, patched)
+    report.passed = not report.reasons
+    if not report.passed:
+        report.first_difference = first_differing_site(stock_sites, patched_sites)
+    return report
+
+
+def _judge_by_oracle(
+    report: Report, model: PreTrainedModel, batches: list[Batch], stock: Answers, patched: Answers
+) -> None:
+    """Adds the errors against the float32 stock model, and what is wrong by it. Casts `model` to float32."""
+    model.float()
+    truth = collect(model, batches, 1)
+    stock_error, patched_error = distance(truth.logits, stock.logits), distance(truth.logits, patched.logits)
+    report.oracle = {
+        "stock_mean_abs_error": stock_error.mean_abs,
+        "patched_mean_abs_error": patched_error.mean_abs,
+        "stock_max_abs_error": stock_error.max_abs,
+        "patched_max_abs_error": patched_error.max_abs,
+        "stock_top1_agreement": stock_error.top1_agreement,
+        "patched_top1_agreement": patched_error.top1_agreement,
+    }
+    # In float32 the stock model is its own oracle, with no error to compare with: rounding is then the measure.
+    floor = torch.finfo(torch.float32).eps * truth.logits[0].abs().max().item()
+    if not patched_error.mean_abs <= ORACLE_MARGIN * stock_error.mean_abs + floor:
+        report.reasons.append(
+            f"mean error against the float32 model is {patched_error.mean_abs:.3g}, the stock model's is "
+            f"{stock_error.mean_abs:.3g}"
+        )
+    noise = 2 * max(stock_error.max_abs, patched_error.max_abs, floor)  # each of the two logits may be off
+    for exact, a, b, batch in zip(truth.logits, stock.logits, patched.logits, batches, strict=True):
+        chosen_a, chosen_b = a.float().argmax(-1), b.float().argmax(-1)
+        for p in (chosen_a != chosen_b).nonzero().flatten().tolist():
+            margin = (exact[p, chosen_a[p]] - exact[p, chosen_b[p]]).abs().item()
+            if not margin <= noise:
+                report.reasons.append(f"{batch.name}: top-1 differs at position {p}, margin {margin:.3g}")
+    for batch, expected, found in zip(batches, stock.tokens, patched.tokens, strict=True):
+        for row in range(expected.shape[0]):
+            _judge_tokens(report, model, _row(batch, row), expected[row], found[row], noise)
+
+
+def _row(batch: Batch, row: int) -> Batch:
+    one = slice(row, row + 1)
+    return Batch(
+        f"{batch.name}, row {row + 1}" if batch.ids.shape[0] > 1 else batch.name, batch.ids[one], batch.mask[one]
+    )
+
+
+def _judge_tokens(
+    report: Report, oracle: PreTrainedModel, batch: Batch, expected: torch.Tensor, found: torch.Tensor, noise: float
+) -> None:
+    """Greedy tokens [N] of one prompt: at the first difference the oracle must be undecided."""
+    where = first_difference(expected[None], found[None])
+    if where is None:
+        return
+    position = where[1]
+    logits = next_token_logits(oracle, batch, expected[:position])
+    margin = (logits[expected[position]] - logits[found[position]]).abs().item()
+    line = f"{batch.name}: greedy tokens part at {position}, margin {margin:.3g}, error {noise:.3g}"
+    report.greedy_differences.append(line)
+    if not margin <= noise:
+        report.reasons.append(line)

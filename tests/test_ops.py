@@ -1,0 +1,169 @@
+"""Every op, on every device and dtype, with the samples that the op's own file declares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qwen_patch import ops
+from qwen_patch.benchmarks.ops import largest_error
+
+DTYPES = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+EVERY_OP = pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
+
+# float32 results are not rounded to a narrower type, so another order of summing shows in the last bits: H = 40000
+# terms leave each side a few eps off in the mean. On CUDA, expf of another compiler version may differ by an ulp.
+FLOAT32_ULP = 16
+
+
+def as_tuple(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+@EVERY_OP
+@DTYPES
+def test_matches_reference(op, device, dtype):
+    assert ops.LIBRARIES[device.type].loaded, ops.LIBRARIES[device.type].reason
+    differing = total = 0
+    for args in op.samples(device, dtype):
+        found, expected = as_tuple(op(*args)), as_tuple(op.reference(*args))
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == b.shape
+            assert a.dtype == b.dtype
+            assert a.is_contiguous()
+            if b.numel() == 0:
+                continue
+            allowed = FLOAT32_ULP if dtype == torch.float32 else op.max_ulp
+            assert largest_error(a, b) <= allowed, [getattr(x, "shape", x) for x in args]
+            if b.shape[-1] <= 8192:  # a longer row's mean, summed in two orders, differs by more than its last bit
+                differing += (a != b).sum().item()
+                total += b.numel()
+    if dtype != torch.float32:
+        # The contract: only where the mean's last bit tips a rounding, under 0.1% of the elements; silu_mul nowhere.
+        assert differing <= (total * 1e-3 if op.max_ulp else 0)
+
+
+@EVERY_OP
+@DTYPES
+def test_against_float64(op, device, dtype):
+    """Over all samples, the kernel is as close to the truth as the stock expression is, within 10%."""
+    ours = stock = 0.0
+    for args in op.samples(device, dtype):
+        exact = as_tuple(op.reference(*[a.double() if isinstance(a, torch.Tensor) else a for a in args]))
+        for a, b, truth in zip(as_tuple(op(*args)), as_tuple(op.reference(*args)), exact, strict=True):
+            if truth.numel():
+                scale = truth.abs().mean().clamp_min(1e-30)
+                ours += ((a.double() - truth).abs().mean() / scale).item()
+                stock += ((b.double() - truth).abs().mean() / scale).item()
+    # In float32 a row's one scale is off by up to half an eps on either side, by luck: 13 samples of luck come on top.
+    luck = 13 * 0.5 * torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
+    assert 0 < ours <= 1.1 * stock + luck
+
+
+@EVERY_OP
+def test_opcheck(op, device):
+    for i, args in enumerate(op.samples(device, torch.float32)):
+        if i % 4 == 0:  # every fourth: plain, strided and empty ones are among them, and each takes half a second
+            torch.library.opcheck(op.no_grad, args)
+            wanting = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+            torch.library.opcheck(op.differentiable, wanting)
+
+
+@EVERY_OP
+@DTYPES
+def test_gradients_are_those_of_the_reference(op, device, dtype):
+    args = next(args for args in op.samples(device, dtype) if args[0].shape[0] == 17)
+    results = []
+    for function in (op, op.reference):
+        leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+        outputs = as_tuple(function(*leaves))
+        torch.manual_seed(1)
+        sum((o.float() * torch.randn_like(o).float()).sum() for o in outputs).backward()
+        results.append([leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_gradient_of_one_output_only(device):
+    x, residual, weight, eps = next(iter(ops.OPS["add_rms_norm"].samples(device, torch.float32)))
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ops.add_rms_norm(found, residual, weight, eps)[1].sum().backward()
+    (residual + expected).sum().backward()
+    assert torch.equal(found.grad, expected.grad)
+
+
+@DTYPES
+def test_silu_of_every_16_bit_value(device, dtype):
+    """All 65,536 bit patterns: NaN, infinities, subnormals and both zeros are among them."""
+    if dtype == torch.float32:
+        gate = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 200.0, -200.0, 88.8, -88.8, 104.5, -104.5])
+        gate = torch.cat([gate, torch.tensor([float("inf"), float("-inf"), float("nan"), 3.4e38, -3.4e38])]).to(device)
+    else:
+        gate = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    up = torch.full_like(gate, 1.5)
+    torch.testing.assert_close(
+        ops.silu_mul(gate, up), ops.OPS["silu_mul"].reference(gate, up), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@DTYPES
+def test_norm_of_extreme_values(device, dtype):
+    """inf, NaN, overflow of the sum in float16, subnormals and zeros give what the reference gives."""
+    big = torch.finfo(dtype).max
+    rows = [[float("inf"), 1, 2, 3], [float("nan"), 1, 2, 3], [big, big, -big, 1], [0, 0, 0, 0], [1e-7, -1e-7, 0, 0]]
+    x = torch.tensor(rows, dtype=dtype, device=device).repeat(1, 16)
+    weight = torch.randn(64, device=device, dtype=dtype)
+    for args, op in [((x, weight, 1e-6), "rms_norm"), ((x, x, weight, 1e-6), "add_rms_norm")]:
+        for a, b in zip(as_tuple(ops.OPS[op](*args)), as_tuple(ops.OPS[op].reference(*args)), strict=True):
+            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: ops.rms_norm(t(2, 8), t(9), 1e-6), r"weight \[H\].*\[2, 8\] float32.*\[9\] float32"),
+        (lambda t: ops.rms_norm(t(2, 8), t(8).bfloat16(), 1e-6), r"one dtype.*float32.*bfloat16"),
+        (lambda t: ops.rms_norm(t(2, 8).double(), t(8).double(), 1e-6), r"float32, bfloat16 and float16.*float64"),
+        (lambda t: ops.add_rms_norm(t(2, 8), t(1, 8), t(8), 1e-6), r"one shape.*\[2, 8\].*\[1, 8\]"),
+        (lambda t: ops.silu_mul(t(2, 8), t(2, 9)), r"one shape.*\[2, 8\].*\[2, 9\]"),
+        (lambda t: ops.silu_and_mul(t(2, 7)), r"\[\.\.\., 2I\].*\[2, 7\]"),
+        (lambda t: ops.silu_mul(t(2).int(), t(2).int()), r"supports float32.*\[2\]"),
+    ],
+)
+def test_bad_input_is_refused_with_its_shape(device, call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call(lambda *size: torch.randn(size, device=device))
+
+
+@pytest.mark.cuda
+def test_mixed_devices_are_refused():
+    with pytest.raises(RuntimeError, match=r"one device|same device"):
+        ops.rms_norm(torch.randn(2, 8, device="cuda"), torch.randn(8), 1e-6)
+
+
+def test_compiles_without_a_graph_break(device):
+    def f(x, residual, weight, gate):
+        normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
+        return (
+            ops.rms_norm(total, weight, 1e-6) + ops.silu_mul(normed, gate) + ops.silu_and_mul(torch.cat([gate, x], -1))
+        )
+
+    args = [torch.randn(5, 64, device=device), torch.randn(5, 64, device=device), torch.randn(64, device=device)]
+    args.append(torch.randn(5, 64, device=device))
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*args), f(*args), rtol=0, atol=0)
+
+
+@pytest.mark.cuda
+def test_more_than_two_billion_elements():
+    """Offsets beyond 2^31 elements, checked at both ends of the tensor."""
+    rows, width = 2**31 // 4096 + 2, 4096
+    row = torch.randn(1, width, device="cuda").bfloat16()
+    x = row.expand(rows, width).contiguous()
+    expected = ops.OPS["silu_mul"].reference(row, row)[0]
+    for out, first in [
+        (ops.silu_mul(x, x), expected),
+        (ops.rms_norm(x, row[0], 1e-6), ops.rms_norm(row, row[0], 1e-6)[0]),
+    ]:
+        assert torch.equal(out[0], first)
+        assert torch.equal(out[-1], first)

@@ -1,0 +1,160 @@
+"""The validator: it passes on the bundled trained models, and it does not pass what is wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from models import small_model, token_ids
+
+import qwen_patch
+from qwen_patch.loading import BUNDLED, load_model
+from qwen_patch.modules import Patched
+from qwen_patch.ops import BACKENDS, OPS
+from qwen_patch.recipes import RECIPES
+from qwen_patch.validation import agreement, metrics
+from qwen_patch.validation.validate import validate
+
+KEYS = [
+    "model",
+    "fusion",
+    "quantize",
+    "dtype",
+    "device",
+    "backend",
+    "positions",
+    "max_abs_logit_error",
+    "mean_abs_logit_error",
+    "kl_mean",
+    "top1_agreement",
+    "greedy_tokens_equal",
+    "undo_bitwise",
+    "passed",
+]
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bundled_models_pass(name, dtype, device):
+    model, tokenizer = load_model(name, device, dtype)
+    report = validate(model, tokenizer, name=name, new_tokens=48, oracle=True)
+    assert report.passed, report.reasons
+    assert report.undo_bitwise
+    assert report.positions > 600  # four prompts, once alone and once in the padded batch
+    assert report.modules_replaced == (25 if name == "tiny-qwen2" else 37)
+    assert set(KEYS) <= set(report.to_dict())
+    assert not any(isinstance(m, Patched) for m in model.modules())
+    if dtype == torch.float32:
+        assert report.greedy_tokens_equal
+        assert report.top1_agreement == 1.0
+        assert 0 < report.max_abs_logit_error < 1e-3
+    else:
+        assert report.oracle["stock_mean_abs_error"] > 0
+
+
+@pytest.mark.parametrize("fusion", RECIPES)
+def test_the_reference_backend_is_bitwise_stock(fusion):
+    model, tokenizer = load_model("tiny-qwen3", torch.device("cpu"), torch.bfloat16)
+    report = validate(model, tokenizer, name="tiny-qwen3", fusion=fusion, backend="reference", new_tokens=8)
+    assert report.passed
+    assert report.max_abs_logit_error == report.kl_mean == 0.0
+    assert report.top1_agreement == 1.0
+    assert report.greedy_tokens_equal
+    assert report.oracle is None  # nothing differs, nothing to judge
+
+
+def test_the_bundled_models_write_english():
+    """Trained until greedy text is plainly English: its words are words of the text that they were not trained on."""
+    from qwen_patch.loading import SAMPLE_TEXT
+
+    known = set(re.findall(r"[a-z]+", SAMPLE_TEXT.read_text().lower()))
+    for name in BUNDLED:
+        model, tokenizer = load_model(name, torch.device("cpu"), torch.float32)
+        ids = tokenizer("When the king heard of it, he", return_tensors="pt").input_ids
+        text = tokenizer.decode(model.generate(ids, max_new_tokens=60, do_sample=False)[0])
+        words = re.findall(r"[a-z]+", text.lower())
+        assert len(words) > 30
+        assert sum(w in known for w in words) >= 0.8 * len(words), words
+
+
+def broken(name, function):
+    """The op table with one op replaced."""
+    return BACKENDS["auto"]._replace(**{name: function})
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong", "site"),
+    [
+        ("rms_norm", lambda x, w, eps: OPS["rms_norm"].reference(x, w, eps) * 1.05, "model.layers.0.input_layernorm"),
+        ("silu_mul", lambda g, u: torch.nn.functional.gelu(g) * u, "model.layers.0.mlp"),
+        (
+            "add_rms_norm",  # the norm of x alone: the residual is forgotten
+            lambda x, r, w, eps: (OPS["rms_norm"].reference(x, w, eps), x + r),
+            "model.layers.0.post_attention_layernorm",
+        ),
+    ],
+)
+def test_a_wrong_op_does_not_pass_and_is_named(monkeypatch, op, wrong, site):
+    from qwen_patch.modules import base
+
+    monkeypatch.setitem(base.BACKENDS, "auto", broken(op, wrong))
+    base.patched_class.cache_clear()
+    model, tokenizer = load_model("tiny-qwen2", torch.device("cpu"), torch.float32)
+    try:
+        report = validate(model, tokenizer, name="tiny-qwen2", new_tokens=8)
+    finally:
+        base.patched_class.cache_clear()
+    assert not report.passed
+    assert report.reasons
+    assert report.first_difference.startswith(f"{site}: differs by")
+    assert report.undo_bitwise
+
+
+def test_an_incomplete_undo_does_not_pass(monkeypatch):
+    from qwen_patch.validation import validate as module
+
+    calls = []
+
+    def forgetful(model):
+        calls.append(model)
+        if len(calls) == 2:  # the undo after the patched run
+            with torch.no_grad():
+                model.model.norm.weight.mul_(1.01)
+        return qwen_patch.unpatch_model(model)
+
+    monkeypatch.setattr(module, "unpatch_model", forgetful)
+    model, tokenizer = load_model("tiny-qwen2", torch.device("cpu"), torch.float32)
+    report = validate(model, tokenizer, name="tiny-qwen2", new_tokens=4)
+    assert not report.undo_bitwise
+    assert not report.passed
+    assert "undo" in report.reasons[0]
+
+
+def test_logit_distance():
+    a = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
+    b = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 0.0]])
+    found = metrics.distance([a], [b])
+    p, q = a[1].double().softmax(-1), b[1].double().softmax(-1)
+    assert (found.positions, found.max_abs, found.largest) == (2, 3.0, 3.0)
+    assert found.mean_abs == pytest.approx(4 / 6)
+    assert found.kl_mean == pytest.approx((p * (p / q).log()).sum().item() / 2)
+    assert found.top1_agreement == 0.5
+    assert metrics.distance([a], [a * float("nan")]).max_abs == float("inf")
+
+
+def test_agreement_tells_a_tie_from_an_error():
+    model, ids = small_model("qwen2"), token_ids(1, 5)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+    assert agreement.compare_tokens(model, ids, expected, expected, lambda: None).equal
+    wrong = expected.clone()
+    wrong[0, 3] = (wrong[0, 3] + 1) % 128
+    with torch.no_grad():
+        found = agreement.compare_tokens(model, ids, expected, wrong, lambda: None)
+        logits = model(torch.cat([ids, expected[:, :3]], 1)).logits[0, -1]
+    assert found.first_difference == 3
+    assert found.margin == pytest.approx((logits[expected[0, 3]] - logits[wrong[0, 3]]).item())
+    assert found.error == 0.0
+    assert not found.correct  # the two models agree on the logits: no rounding explains the other token
+    assert agreement.Agreement(6, 3, margin=0.1, error=0.06).correct
+    assert agreement.first_difference(expected, expected[:, :4]) == (0, 4)
