@@ -17,7 +17,6 @@ Tensor rms_norm(Tensor x, Tensor weight, double eps) {
     launch_rms_norm<T, false>(in_ptr<T>(x), nullptr, in_ptr<T>(weight), out_ptr<T>(out), nullptr, shape,
                               current_stream(x));
   });
-  check("rms_norm", cudaGetLastError());
   return out;
 }
 

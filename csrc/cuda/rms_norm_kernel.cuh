@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(1024) rms_norm_packed(const T* x, const T* res
                                                         T* sum, RmsNormShape shape, int threads) {
   using P = Pack<T, PACK<T>>;
   __shared__ float4 partial[8];
+  wait_for_previous();
   int lane = threadIdx.x & (threads - 1), packs = static_cast<int>(shape.H / PACK<T>);
   int64_t row = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / threads;
   bool live = row < shape.rows;
@@ -92,6 +93,7 @@ template <typename T, bool ADD>
 __global__ void __launch_bounds__(1024)
     rms_norm_generic(const T* x, const T* residual, const T* weight, T* normed, T* sum, RmsNormShape shape) {
   __shared__ float4 partial[8];
+  wait_for_previous();
   for (int64_t row = blockIdx.x; row < shape.rows; row += gridDim.x) {
     int64_t base = row * shape.H;
     float squares = 0.f;
@@ -115,12 +117,15 @@ struct RmsNormConfig {
   int block;    // threads a block
 };
 
-// Measured on an H200, bf16, us for packs a thread = 1 / 2 / 4:
-//   1 row:      add_rms_norm H 896 1.53 / 1.62 / 1.98, H 4096 1.98 / 1.88 / 2.22; rms_norm H 896 1.46 / 1.49 / 1.54
-//   512 rows:   add_rms_norm H 4096 6.34 / 6.21 / 6.26; rms_norm 4.56 / 4.34 / 4.38
-//   4096 rows:  add_rms_norm H 4096 36.1 / 36.1 / 36.4; rms_norm 26.0 / 21.6 / 19.2
-inline RmsNormConfig rms_norm_config(bool add, int64_t rows, int64_t packs, int sms) {
-  int per_thread = rows <= 2 * sms ? (packs > 256 ? 2 : 1) : (add || rows <= 16 * sms ? 2 : 4);
+// Measured on an H200 in a graph, bf16, us for packs a thread = 1 / 2 / 4:
+//   1 row:      add_rms_norm H 896 1.24 / 1.29 / 1.77, H 4096 1.65 / 1.57 / 2.00; rms_norm H 4096 1.52 / 1.46 / 1.56
+//   512 rows:   add_rms_norm H 4096 6.08 / 5.87 / 6.09; rms_norm 4.13 / 4.24 / 4.20
+//   4096 rows:  add_rms_norm H 4096 35.8 / 36.0 / 37.6; rms_norm 25.5 / 19.8 / 20.4
+// At 4096 rows add_rms_norm reaches 89% of the copy bandwidth and at 16384 rows 98%: what is missing is about 3 us of
+// filling and draining. Streaming cache hints, fewer resident blocks, and persistent blocks that prefetch their next
+// row were all tried and within 1% of this, or slower.
+inline RmsNormConfig rms_norm_config(int64_t rows, int64_t packs, int sms) {
+  int per_thread = rows <= 2 * sms && packs <= 256 ? 1 : 2;
   int threads = 8;
   while (threads < 1024 && threads * per_thread < packs) threads *= 2;
   while (threads * per_thread < packs) per_thread *= 2;
@@ -135,11 +140,11 @@ template <typename T, bool ADD>
 void launch_rms_norm(const T* x, const T* residual, const T* weight, T* normed, T* sum, RmsNormShape shape,
                      RmsNormConfig c, cudaStream_t stream) {
   int rows_a_block = c.block / c.threads;
-  unsigned grid = static_cast<unsigned>((shape.rows + rows_a_block - 1) / rows_a_block);
+  dim3 grid(static_cast<unsigned>((shape.rows + rows_a_block - 1) / rows_a_block));
   auto kernel = c.packs == 1   ? rms_norm_packed<T, ADD, 1>
                 : c.packs == 2 ? rms_norm_packed<T, ADD, 2>
                                : rms_norm_packed<T, ADD, 4>;
-  kernel<<<grid, c.block, 0, stream>>>(x, residual, weight, normed, sum, shape, c.threads);
+  launch("rms_norm", kernel, grid, c.block, stream, x, residual, weight, normed, sum, shape, c.threads);
 }
 
 template <typename T, bool ADD>
@@ -147,12 +152,12 @@ void launch_rms_norm(const T* x, const T* residual, const T* weight, T* normed, 
                      cudaStream_t stream) {
   int64_t packs = shape.H / PACK<T>;
   if (shape.H % PACK<T> == 0 && packs <= 4096 && aligned16(x, residual, weight, normed, sum)) {
-    RmsNormConfig config = rms_norm_config(ADD, shape.rows, packs, multiprocessors());
+    RmsNormConfig config = rms_norm_config(shape.rows, packs, device_traits().multiprocessors);
     launch_rms_norm<T, ADD>(x, residual, weight, normed, sum, shape, config, stream);
   } else {
+    dim3 grid(static_cast<unsigned>(shape.rows < 65536 ? shape.rows : 65536));
     int block = shape.H >= 4096 ? 1024 : 256;
-    unsigned grid = static_cast<unsigned>(shape.rows < 65536 ? shape.rows : 65536);
-    rms_norm_generic<T, ADD><<<grid, block, 0, stream>>>(x, residual, weight, normed, sum, shape);
+    launch("rms_norm", rms_norm_generic<T, ADD>, grid, block, stream, x, residual, weight, normed, sum, shape);
   }
 }
 

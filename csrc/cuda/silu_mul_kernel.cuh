@@ -22,6 +22,7 @@ template <typename T, int N>
 __global__ void __launch_bounds__(256)
     silu_mul_packs(const T* gate, const T* up, T* out, int64_t rows, int64_t packs, int64_t stride) {
   using P = Pack<T, N>;
+  wait_for_previous();
   int64_t p = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (p >= packs) return;
   for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -39,12 +40,12 @@ struct SiluMulConfig {
 
 template <typename T>
 SiluMulConfig silu_mul_config(int64_t elements, int sms) {
-  // Measured on an H200, bf16, us for packs of 1 / 2 / 4 / 8 elements: 1 x 4864 1.18 / 1.22 / 1.26 / 1.4, 8 x 12288
-  // 1.60 / 1.61 / 1.7 / 1.9, 8 x 18944 1.95 / 1.94 / 2.0 / 2.2, 512 x 4864 - / - / 5.76 / 5.90, 512 x 12288 - / -
-  // / 11.9 / 11.1, 4096 x 12288 - / - / 79.6 / 71.4. Blocks of 64, 128 and 256 threads differ by under 2%.
+  // Measured on an H200 in a graph, bf16, us for packs of 1 / 2 / 4 / 8 elements: 1 x 4864 0.93 / 1.04 / - / -, 8 x
+  // 12288
+  // - / 1.33 / 1.40 / -, 8 x 18944 1.75 / 1.70 / - / -, 512 x 12288 - / - / 15.6 / 10.7, 4096 x 12288 - / - / 121
+  // / 72.4. Blocks of 128 and 256 threads differ by under 2%.
   int pack = PACK<T>;
-  if (elements / pack < 2400LL * sms) pack /= 2;
-  while (pack > 1 && elements / pack < 512LL * sms) pack /= 2;
+  while (pack > 1 && elements / pack < 340LL * sms) pack /= 2;
   return {pack, 128};
 }
 
@@ -63,12 +64,13 @@ void launch_silu_mul(const T* gate, const T* up, T* out, int64_t rows, int64_t I
   if (c.pack == 4) kernel = silu_mul_packs<T, 4>;
   if constexpr (PACK<T> == 8)
     if (c.pack == 8) kernel = silu_mul_packs<T, 8>;
-  kernel<<<grid, c.block, 0, stream>>>(gate, up, out, rows, packs, stride / c.pack);
+  launch("silu_mul", kernel, grid, c.block, stream, gate, up, out, rows, packs, stride / c.pack);
 }
 
 template <typename T>
 void launch_silu_mul(const T* gate, const T* up, T* out, int64_t rows, int64_t I, int64_t stride, cudaStream_t stream) {
-  launch_silu_mul<T>(gate, up, out, rows, I, stride, silu_mul_config<T>(rows * I, multiprocessors()), stream);
+  launch_silu_mul<T>(gate, up, out, rows, I, stride, silu_mul_config<T>(rows * I, device_traits().multiprocessors),
+                     stream);
 }
 
 }  // namespace qwen_patch::cuda

@@ -116,7 +116,7 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype, rounds: int) -
     sets = [inputs(case, device, dtype) for _ in range(max(2, min(64, -(-4 * cache // cost.bytes))))]
 
     # ... and enough calls that starting a graph, some 10 us, does not count.
-    turns = -(-256 // len(sets)) if cost.bytes < 1 << 20 else 1
+    turns = -(-(256 if cost.bytes < 1 << 20 else 16) // len(sets))
     count = turns * len(sets)
 
     def calls(f: Callable) -> Callable[[], object]:
