@@ -18,9 +18,13 @@ from .metrics import bitwise_equal, distance
 
 # A patched model may be this much further from the float32 stock model than the stock model itself is.
 ORACLE_MARGIN = 1.10
-# The largest logit error, in eps of the dtype times the largest logit, that rounding explains. A wrong kernel brings
-# hundreds of these.
-PLAIN_EPS = 16
+# A margin between two tokens inside this many mean logit errors is a tie: the difference of two logits, each off by a
+# normal error, spreads by 1.8 of them, and this is 3.4 standard deviations.
+TIE = 6
+# The largest logit error that rounding explains, in eps of the dtype times the largest logit, for each root of the
+# number of modules replaced: their roundings add up like a random walk. Trained models of 6 and 30 layers in float32
+# measured 1 to 2 of these on a CPU and a GPU; a wrong kernel brings thousands.
+ROUNDING = 4
 
 
 @dataclass
@@ -73,10 +77,11 @@ def validate(
     """Compares the patched model with the stock one, and judges.
 
     The model is run stock, patched, and stock again. It passes if the undo is bitwise, the logits are as close as the
-    dtype's rounding allows, and every token that it prefers is the stock model's. Where one differs, or with `oracle`,
-    the judge is the stock model in float32: the patched model's mean error against it may exceed the stock model's by
-    10%, and a token may differ only where the oracle's margin between the two is inside the error. The oracle is made
-    by casting this model in place, so the model is float32 afterwards; it is left unpatched.
+    dtype's rounding allows, and every token that it prefers is the stock model's. Where a token differs, in 16 bits
+    where any logit does, or with `oracle`, the judge is the stock model in float32: in 16 bits the patched model's mean
+    error against it may exceed the stock model's by 10%, and a token may differ only where the oracle's margin between
+    the two is inside the stock model's own error. The oracle is made by casting this model in place, so the model is
+    float32 afterwards; it is left unpatched.
     """
     batches = make_batches(tokenizer, prompts or default_prompts(), next(model.parameters()).device)
     unpatch_model(model)
@@ -109,10 +114,11 @@ def validate(
     )
     if not report.undo_bitwise:
         report.reasons.append("the model does not answer bitwise as before after the undo")
-    limit = PLAIN_EPS * torch.finfo(model.dtype).eps * found.largest
+    limit = ROUNDING * len(plan.replaced) ** 0.5 * torch.finfo(model.dtype).eps * found.largest
     if not found.max_abs <= limit:
         report.reasons.append(f"a logit is off by {found.max_abs:.3g}: rounding explains {limit:.3g}")
-    if oracle or found.same_top1 < found.positions or not report.greedy_tokens_equal:
+    narrow = model.dtype in (torch.bfloat16, torch.float16) and found.max_abs > 0
+    if oracle or narrow or found.same_top1 < found.positions or not report.greedy_tokens_equal:
         _judge_by_oracle(report, model, batches, stock, patched)
     report.passed = not report.reasons
     if not report.passed:
@@ -124,6 +130,7 @@ def _judge_by_oracle(
     report: Report, model: PreTrainedModel, batches: list[Batch], stock: Answers, patched: Answers
 ) -> None:
     """Adds the errors against the float32 stock model, and what is wrong by it. Casts `model` to float32."""
+    narrow = model.dtype != torch.float32  # a float32 model is its own oracle: only the rounding bound judges its error
     model.float()
     truth = collect(model, batches, 1)
     stock_error, patched_error = distance(truth.logits, stock.logits), distance(truth.logits, patched.logits)
@@ -135,14 +142,12 @@ def _judge_by_oracle(
         "stock_top1_agreement": stock_error.top1_agreement,
         "patched_top1_agreement": patched_error.top1_agreement,
     }
-    # In float32 the stock model is its own oracle, with no error to compare with: rounding is then the measure.
-    floor = torch.finfo(torch.float32).eps * truth.logits[0].abs().max().item()
-    if not patched_error.mean_abs <= ORACLE_MARGIN * stock_error.mean_abs + floor:
+    if narrow and not patched_error.mean_abs <= ORACLE_MARGIN * stock_error.mean_abs:
         report.reasons.append(
             f"mean error against the float32 model is {patched_error.mean_abs:.3g}, the stock model's is "
             f"{stock_error.mean_abs:.3g}"
         )
-    noise = 2 * max(stock_error.max_abs, patched_error.max_abs, floor)  # each of the two logits may be off
+    noise = TIE * stock_error.mean_abs
     for exact, a, b, batch in zip(truth.logits, stock.logits, patched.logits, batches, strict=True):
         chosen_a, chosen_b = a.float().argmax(-1), b.float().argmax(-1)
         for p in (chosen_a != chosen_b).nonzero().flatten().tolist():
