@@ -61,6 +61,11 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def display_name(model: str) -> str:
+    """What a report calls the model: of a folder its own name, for where it lies is nobody's business."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
 def load(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     from .loading import load_model, pick_device, pick_dtype
 
@@ -112,7 +117,7 @@ def validate(
 
         env = environment(next(loaded.parameters()).device)
         options = {"fusion": fusion, "backend": backend, "new_tokens": new_tokens, "oracle": oracle}
-        report = run(loaded, tokenizer, name=model, prompts=prompts or None, **options)
+        report = run(loaded, tokenizer, name=display_name(model), prompts=prompts or None, **options)
     show_validation(console, report)
     if json_file is not None:
         write_json(json_file, report.to_dict() | {"environment": env})
@@ -171,7 +176,7 @@ def bench(
             where = pick_device(device)
             loaded, tokenizer, name = random_model(shape, where, pick_dtype(dtype, where)), None, f"{shape} (random)"
         else:
-            (loaded, tokenizer), name = load(model, device, dtype), model
+            (loaded, tokenizer), name = load(model, device, dtype), display_name(model)
         longest = max(lengths) + new_tokens
         if longest > loaded.config.max_position_embeddings:
             raise UsageError(f"{longest} tokens are more than the {loaded.config.max_position_embeddings} of {name}")

@@ -53,15 +53,9 @@ FAMILIES = {
     )
 }
 
-# The forward of every decoder layer above, as the fused one is written. A layer whose forward takes other parameters is
-# of another Transformers version or somebody's own, and is left alone.
-DECODER_LAYER_PARAMETERS = (
-    "self",
-    "hidden_states",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "position_embeddings",
-    "kwargs",
+# The forward of every decoder layer above, in the versions supported: past_key_values is cache in 5.24. A layer whose
+# forward takes other parameters is of another Transformers version or somebody's own, and is left alone.
+DECODER_LAYER_PARAMETERS = tuple(
+    f"self hidden_states attention_mask position_ids {cache} use_cache position_embeddings kwargs".split()
+    for cache in ("past_key_values", "cache")
 )

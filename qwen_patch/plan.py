@@ -182,8 +182,8 @@ def _why_not_mlp(module: nn.Module) -> str | None:
 
 
 def _why_not_layer(module: nn.Module) -> str | None:
-    found = tuple(inspect.signature(stock_class(module).forward).parameters)
-    return None if found == DECODER_LAYER_PARAMETERS else f"its forward takes other parameters: {', '.join(found)}"
+    found = list(inspect.signature(stock_class(module).forward).parameters)
+    return None if found in DECODER_LAYER_PARAMETERS else f"its forward takes other parameters: {', '.join(found)}"
 
 
 def _compute_dtype(layer: nn.Module) -> torch.dtype | None:

@@ -377,6 +377,24 @@ def test_lora(when):
     assert torch.equal(answers(found, ids).logits, answers(expected, ids).logits)
 
 
+@FAMILY
+def test_a_layer_called_by_itself(family):
+    """With keywords left out, or given by position, as the stock layer may be called."""
+    model = small_model(family)
+    hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(2))
+    embeddings = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    mask = torch.zeros(1, 1, 5, 5)
+    layer, results = model.model.layers[0], []
+    for change in (qwen_patch.unpatch_model, lambda m: qwen_patch.patch_model(m, backend="reference")):
+        change(model)
+        with torch.no_grad():
+            results.append(
+                (layer(hidden, position_embeddings=embeddings), layer(hidden, mask, None, None, False, embeddings))
+            )
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
 def test_weights_changed_after_the_patch_count():
     model, ids = small_model("qwen2"), token_ids(1, 7)
     qwen_patch.patch_model(model, backend="reference")

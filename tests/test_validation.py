@@ -154,7 +154,7 @@ def test_agreement_tells_a_tie_from_an_error():
         logits = model(torch.cat([ids, expected[:, :3]], 1)).logits[0, -1]
     assert found.first_difference == 3
     assert found.margin == pytest.approx((logits[expected[0, 3]] - logits[wrong[0, 3]]).item())
-    assert found.error == 0.0
-    assert not found.correct  # the two models agree on the logits: no rounding explains the other token
+    assert 0 < found.error < 1e-4  # the two models agree on the logits but for float32's last bits
+    assert not found.correct
     assert agreement.Agreement(6, 3, margin=0.1, error=0.06).correct
     assert agreement.first_difference(expected, expected[:, :4]) == (0, 4)

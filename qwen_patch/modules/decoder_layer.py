@@ -26,29 +26,15 @@ class FusedDecoderLayer(Patched):
 
     wiring = (NEXT_NORM,)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        attention = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "use_cache": use_cache,
-            "position_embeddings": position_embeddings,
-            **kwargs,
-        }
-        if self.training or torch.compiler.is_compiling():
-            return super().forward(hidden_states, **attention)
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Takes what the stock layer takes, by name. The names differ between versions of Transformers (past_key_values
+        became cache), and all of them go on to the attention."""
+        if args or self.training or torch.compiler.is_compiling():
+            return super().forward(hidden_states, *args, **kwargs)
+        kwargs.setdefault("attention_mask", None)  # the attention has no default for it
         modules = self._modules
         residual = hidden_states
-        hidden_states, _ = modules["self_attn"](hidden_states=modules["input_layernorm"](hidden_states), **attention)
+        hidden_states, _ = modules["self_attn"](hidden_states=modules["input_layernorm"](hidden_states), **kwargs)
         norm = modules["post_attention_layernorm"]
         residual = add_before(norm, hidden_states, residual)
         hidden_states = modules["mlp"](norm(residual))

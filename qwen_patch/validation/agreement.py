@@ -17,7 +17,9 @@ class Agreement:
 
     `first_difference` is the first new token that differs in any row, None if all are equal. There, `margin` is how
     much the stock model prefers its own token to the other, in logits, and `error` the largest difference between the
-    two models' logits for the same text: a margin inside twice the error (each logit may move by one) is a tie.
+    two models' logits for the same text, and at least the dtype's step at that logit: `generate` computes with a cache,
+    whose last bits are not a full forward's, so a stock model too may part from itself there. A margin inside twice the
+    error (each logit may move by one) is a tie.
     """
 
     tokens: int
@@ -75,4 +77,5 @@ def compare_tokens(
     stock = model(text).logits[0, -1].float()
     reactivate()
     margin = (stock[expected[row, position]] - stock[found[row, position]]).item()
-    return Agreement(expected.numel(), position, margin, (theirs - stock).abs().max().item())
+    step = torch.finfo(model.dtype).eps * stock.abs().max().item()
+    return Agreement(expected.numel(), position, margin, max((theirs - stock).abs().max().item(), step))
