@@ -1,0 +1,30 @@
+# make demo: set up and show the whole path on bundled models.   make test: set up and run the test suite.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/installed
+	$(BIN)/qwen-patch demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*/*
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*/*
+
+# The set-up, again when what it installs from has changed. The package is installed in place: edits count at once.
+$(VENV)/installed: pyproject.toml setup.py scripts/setup_environment.sh $(wildcard csrc/*/*)
+	bash scripts/setup_environment.sh $(PYTHON) $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info qwen_patch/_native/*.so

@@ -1,0 +1,177 @@
+"""Write the README's measured tables from the files in benchmark_results/, so that no figure is typed by hand.
+
+python scripts/update_readme.py [--check]     --check writes nothing and fails where the README is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark_results"
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def conditions(document: dict[str, Any]) -> str:
+    env = document["environment"]
+    return (
+        f"{env['device_name']}, torch {env['torch']}, transformers {env['transformers']}, commit {env['commit']}, "
+        f"{env['date']}, copy {document['copy_gbps']:,.0f} GB/s"
+    )
+
+
+def generate() -> str:
+    parts = []
+    for path in sorted(RESULTS.glob("h200/generate_*.json")):
+        document = read(f"h200/{path.name}")
+        rows = []
+        for prompt in dict.fromkeys(row["prompt"] for row in document["rows"]):
+            found = {row["variant"]: row for row in document["rows"] if row["prompt"] == prompt}
+            stock, both = found["stock"], found["both"]
+            low, high = both["decode_vs_stock"]["interval95"]
+            rows.append(
+                [
+                    str(prompt),
+                    f"{stock['decode_tps']:.0f}",
+                    f"{both['decode_tps']:.0f}",
+                    f"**{both['decode_vs_stock']['ratio']:.2f}** [{low:.2f}, {high:.2f}]",
+                    f"{stock['first_token_ms']:.0f}",
+                    f"{both['first_token_ms']:.0f}",
+                    f"{both['first_token_vs_stock']['ratio']:.2f}",
+                    f"{100 * both['share_of_copy']:.1f}%",
+                    both["tokens"],
+                ]
+            )
+        head = ["prompt", "stock tokens/s", "patched", "x stock [95%]", "stock first token, ms", "patched", "x stock"]
+        name = document["model"].removesuffix(" (random)")
+        settings = document["settings"]
+        text = f"**{name}**, {document['dtype']}, batch 1, {settings['new_tokens']} new tokens, "
+        text += f"{settings['rounds']} rounds"
+        parts.append(f"{text}. {conditions(document)}.\n\n{table([*head, 'share of copy', 'tokens'], rows)}")
+    return "\n\n".join(parts)
+
+
+OPS_SHOWN = [
+    ("add_rms_norm", "Qwen2.5-0.5B", 1),
+    ("add_rms_norm", "Qwen3-8B", 1),
+    ("add_rms_norm", "Qwen3-8B", 8),
+    ("add_rms_norm", "Qwen3-8B", 512),
+    ("add_rms_norm", "Qwen3-8B", 4096),
+    ("rms_norm", "Qwen3-8B q_norm", 8),
+    ("silu_mul", "Qwen2.5-0.5B", 1),
+    ("silu_mul", "Qwen3-8B", 8),
+    ("silu_mul", "Qwen3-8B", 512),
+    ("silu_mul", "Qwen3-8B", 4096),
+]
+
+
+def ops_cuda() -> str:
+    document = read("h200/ops.json")
+    rows = []
+    for op, model, tokens in OPS_SHOWN:
+        key = {"op": op, "model": model, "tokens": tokens}
+        found = {r["variant"]: r for r in document["rows"] if all(r[k] == v for k, v in key.items())}
+
+        def us(variant: str, key: str, found: dict[str, Any] = found) -> str:
+            return f"{found[variant][key]:.3g}" if variant in found else ""
+
+        rows.append(
+            [
+                f"{op} {found['ours']['shape'][0]} x {found['ours']['shape'][1]}",
+                f"**{us('ours', 'us')}**",
+                *(us(v, "us") for v in ("stock", "torch", "liger")),
+                f"{100 * found['ours']['share_of_copy']:.0f}%",
+                f"**{us('ours', 'python_us')}**",
+                us("stock", "python_us"),
+                us("liger", "python_us"),
+            ]
+        )
+    head = [
+        "bf16",
+        "ours, us",
+        "stock ops",
+        "F.rms_norm",
+        "Liger",
+        "share of copy",
+        "from Python: ours",
+        "stock",
+        "Liger",
+    ]
+    return f"{conditions(document)}.\n\n{table(head, rows)}"
+
+
+def ops_cpu() -> str:
+    document = read("cpu/ops.json")
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        for op, model in [("rms_norm", "Qwen2.5-0.5B"), ("add_rms_norm", "Qwen2.5-0.5B"), ("silu_mul", "Qwen2.5-0.5B")]:
+            row = [f"{op}, {dtype}"]
+            for tokens in (1, 8, 512):
+                key = {"op": op, "model": model, "dtype": dtype, "tokens": tokens}
+                found = {r["variant"]: r for r in document["rows"] if all(r[k] == v for k, v in key.items())}
+                row.append(f"{found['stock']['us'] / found['ours']['us']:.2f}")
+            rows.append(row)
+    threads = document["environment"]["cpu_threads"]
+    head = ["times stock", "1 token", "8 tokens", "512 tokens"]
+    return f"Qwen2.5-0.5B shapes, {threads} threads, {conditions(document)}.\n\n{table(head, rows)}"
+
+
+def validation() -> str:
+    rows = []
+    for path in sorted(RESULTS.glob("*/validate_*.json")):
+        report = read(f"{path.parent.name}/{path.name}")
+        oracle = report["oracle"] or {}
+        rows.append(
+            [
+                report["model"],
+                report["dtype"],
+                report["environment"]["device_name"],
+                f"{report['max_abs_logit_error']:.2g}",
+                f"{report['kl_mean']:.2g}",
+                f"{report['top1_agreement']:.2%}",
+                "all equal" if report["greedy_tokens_equal"] else f"{len(report['greedy_differences'])} ties",
+                f"{oracle['stock_mean_abs_error']:.3g} / {oracle['patched_mean_abs_error']:.3g}" if oracle else "",
+                "yes" if report["undo_bitwise"] else "NO",
+                "yes" if report["passed"] else "NO",
+            ]
+        )
+    head = ["model", "dtype", "on", "largest logit error", "KL, nats", "top-1", "greedy tokens"]
+    return table([*head, "mean error against float32: stock / patched", "undo bitwise", "passed"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "generate": generate,
+    "ops_cuda": ops_cuda,
+    "ops_cpu": ops_cpu,
+    "validation": validation,
+}
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    for name, make in TABLES.items():
+        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end -->)"
+        text, count = re.subn(pattern, lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text, flags=re.S)
+        if count != 1:
+            raise SystemExit(f"README.md has {count} places for the table {name!r}, it should have one")
+    if "--check" not in sys.argv:
+        path.write_text(text)
+    elif text != path.read_text():
+        raise SystemExit("README.md is out of date: run python scripts/update_readme.py")
+
+
+if __name__ == "__main__":
+    main()
