@@ -139,6 +139,10 @@ class BuildNative(build_ext):
             return
         shutil.move(fresh, output)
 
+    def copy_extensions_to_source(self) -> None:
+        (ROOT / "qwen_patch" / "_native").mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:

@@ -116,3 +116,23 @@ T* out_ptr(const Tensor& t) {
 }
 
 }  // namespace qwen_patch
+
+// Runs the last argument with T = the element type of DTYPE, which check_dtype has let through. Each backend names its
+// own types for bfloat16 and float16, and wraps this as QP_DISPATCH.
+#define QP_DISPATCH_TYPES(DTYPE, BFLOAT16, FLOAT16, ...) \
+  switch (DTYPE) {                                       \
+    case torch::headeronly::ScalarType::Float: {         \
+      using T = float;                                   \
+      __VA_ARGS__;                                       \
+      break;                                             \
+    }                                                    \
+    case torch::headeronly::ScalarType::BFloat16: {      \
+      using T = BFLOAT16;                                \
+      __VA_ARGS__;                                       \
+      break;                                             \
+    }                                                    \
+    default: {                                           \
+      using T = FLOAT16;                                 \
+      __VA_ARGS__;                                       \
+    }                                                    \
+  }

@@ -157,21 +157,4 @@ QP_INLINE F32x8 one_plus_exp(F32x8 x) {
 
 }  // namespace qwen_patch::cpu
 
-// Calls BODY with T = the element type of DTYPE, which check_dtype has let through.
-#define QP_DISPATCH(DTYPE, ...)                     \
-  switch (DTYPE) {                                  \
-    case torch::headeronly::ScalarType::Float: {    \
-      using T = float;                              \
-      __VA_ARGS__;                                  \
-      break;                                        \
-    }                                               \
-    case torch::headeronly::ScalarType::BFloat16: { \
-      using T = qwen_patch::cpu::BF16;              \
-      __VA_ARGS__;                                  \
-      break;                                        \
-    }                                               \
-    default: {                                      \
-      using T = qwen_patch::cpu::FP16;              \
-      __VA_ARGS__;                                  \
-    }                                               \
-  }
+#define QP_DISPATCH(DTYPE, ...) QP_DISPATCH_TYPES(DTYPE, qwen_patch::cpu::BF16, qwen_patch::cpu::FP16, __VA_ARGS__)

@@ -119,21 +119,4 @@ bool aligned16(const P*... p) {
 
 }  // namespace qwen_patch::cuda
 
-// Calls BODY with T = the element type of DTYPE, which check_dtype has let through.
-#define QP_DISPATCH(DTYPE, ...)                     \
-  switch (DTYPE) {                                  \
-    case torch::headeronly::ScalarType::Float: {    \
-      using T = float;                              \
-      __VA_ARGS__;                                  \
-      break;                                        \
-    }                                               \
-    case torch::headeronly::ScalarType::BFloat16: { \
-      using T = __nv_bfloat16;                      \
-      __VA_ARGS__;                                  \
-      break;                                        \
-    }                                               \
-    default: {                                      \
-      using T = __half;                             \
-      __VA_ARGS__;                                  \
-    }                                               \
-  }
+#define QP_DISPATCH(DTYPE, ...) QP_DISPATCH_TYPES(DTYPE, __nv_bfloat16, __half, __VA_ARGS__)
