@@ -249,6 +249,8 @@ def test_a_norm_asked_about_another_tensor_computes_it():
         total = qwen_patch.modules.norm.add_before(norm, a, b)
         right = norm.ops.rms_norm(total, norm.weight, norm.variance_epsilon)
         assert torch.equal(norm(total.clone()), right)
+        qwen_patch.modules.norm.add_before(norm, a, b)
+        assert qwen_patch.modules.norm.PREPARED not in copy.deepcopy(norm).__dict__
         assert torch.equal(norm(a), norm.ops.rms_norm(a, norm.weight, norm.variance_epsilon))
         total = qwen_patch.modules.norm.add_before(norm, a, b)
         total.mul_(3)
