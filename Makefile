@@ -14,6 +14,7 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/update_readme.py --check
 	$(BIN)/clang-format --dry-run --Werror csrc/*/*
 
 format: $(VENV)/installed

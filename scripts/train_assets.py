@@ -17,7 +17,8 @@ The text comes out of five packages, and all of it is in the public domain:
 
 `corpus` needs `npm`, `apt-get` and `dpkg`; the other steps need no network. `train` is written for two minutes of
 one large GPU. What it reached is in `training.json` beside the model: tokens seen, training and held-out loss,
-seconds, device, and a greedy sample of the model as saved.
+seconds, device, and a greedy sample of the model as saved. The bundled ones reached a held-out loss of 2.93 (qwen2)
+and 3.00 (qwen3) nats a token, in 90 seconds each on one H200.
 """
 
 import html

@@ -115,7 +115,7 @@ def ops_cuda() -> str:
 def ops_cpu() -> str:
     document = read("cpu/ops.json")
     rows = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         for op, model in [("rms_norm", "Qwen2.5-0.5B"), ("add_rms_norm", "Qwen2.5-0.5B"), ("silu_mul", "Qwen2.5-0.5B")]:
             row = [f"{op}, {dtype}"]
             for tokens in (1, 8, 512):

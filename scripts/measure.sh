@@ -1,25 +1,34 @@
 #!/usr/bin/env bash
-# The measurements behind the README's GPU tables, in two halves:
-#   measure_gpu.sh checks OUT_DIR [REAL_MODEL_DIR]   validate_qwen on every model, and the op benchmark; 3 minutes
-#   measure_gpu.sh speed OUT_DIR                     end-to-end generate at the official shapes; 9 minutes on an H200
+# The measurements behind the README's tables. On a CPU or a GPU:
+#   measure.sh cpu|cuda checks OUT_DIR [REAL_MODEL_DIR]   validate_qwen on every model
+#   measure.sh cpu|cuda ops OUT_DIR                       every op at the shapes of real models
+#   measure.sh cuda speed OUT_DIR                         end-to-end generate at the official shapes; 9 minutes on an H200
 # Run it in an environment with this package, or from the source folder with PYTHONPATH=. set.
 set -euo pipefail
-half=$1
-out=$2
-real=${3:-}
+device=$1
+part=$2
+out=$3
+real=${4:-}
 mkdir -p "$out"
 qwen_patch() { python3 -m qwen_patch.cli "$@"; }
 
-if [ "$half" = checks ]; then
+if [ "$part" = checks ]; then
   failed=0
   for model in tiny-qwen2 tiny-qwen3 ${real:+"$real"}; do
     for dtype in float32 bfloat16; do
       file="$out/validate_$(basename "$model")_$dtype.json"
-      qwen_patch validate --model "$model" --dtype "$dtype" --device cuda --new-tokens 64 --oracle --json "$file" || failed=1
+      qwen_patch validate --model "$model" --dtype "$dtype" --device "$device" --new-tokens 64 --oracle --json "$file" || failed=1
     done
   done
-  qwen_patch ops --device cuda --dtype bfloat16 --rounds 15 --output "$out/ops" >/dev/null
   exit $failed
+fi
+
+if [ "$part" = ops ]; then
+  case $device in
+    cuda) qwen_patch ops --device cuda --dtype bfloat16 --output "$out/ops" ;;
+    cpu) qwen_patch ops --device cpu --dtype float32,bfloat16,float16 --tokens 1,8,512 --rounds 9 --output "$out/ops" ;;
+  esac
+  exit
 fi
 
 for shape in Qwen2.5-0.5B Qwen3-0.6B Qwen3-8B; do
