@@ -34,7 +34,7 @@ class Op:
 
     `schema` is what follows the name. `reference` is the stock model's expression in PyTorch, and the contract. `fake`
     gives the outputs' shapes. `samples(device, dtype)` yields argument tuples for tests and benchmarks. `cost(*args)`
-    gives the bytes and flops that a call can't avoid. `stock_names` are other spellings of the same op for benchmarks.
+    gives the bytes and flops that a call can't avoid.
     """
 
     name: str
