@@ -91,7 +91,8 @@ def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto") -> 
         reason = _why_not(module, site, family) or (None if site in recipe else f"not part of fusion={fusion}")
         replacement = None if reason else recipe[site].__name__
         decisions[name] = Decision(name, site, replacement, reason)
-    _connect_layers(model, family, decisions)
+    _check_dtypes(model, decisions)
+    _connect_layers(family, decisions)
     plan = Plan(type(model).__name__, family.model_type, fusion, backend, tuple(decisions.values()), notes)
     if recipe and not plan.replaced:
         reasons = "; ".join(sorted({f"{d.site}: {d.reason}" for d in plan.decisions}))
@@ -192,16 +193,22 @@ def _compute_dtype(layer: nn.Module) -> torch.dtype | None:
     return next((d for d in dtypes if d.is_floating_point), None)
 
 
-def _connect_layers(model: nn.Module, family: Family, decisions: dict[str, Decision]) -> None:
-    """What depends on more than one module: dtypes within a layer, and which norm reads which layer's output."""
-    layers = [d.name for d in decisions.values() if d.site == DECODER_LAYER]
-    for name in layers:
+def _check_dtypes(model: nn.Module, decisions: dict[str, Decision]) -> None:
+    """Leaves a norm alone whose weight is of another dtype than its layer's linears."""
+    for name in [d.name for d in decisions.values() if d.site == DECODER_LAYER]:
         dtype = _compute_dtype(model.get_submodule(name))
         for norm in [d for d in decisions.values() if d.site == RMS_NORM and d.name.startswith(f"{name}.")]:
+            if norm.replacement is None or dtype is None:
+                continue
             weight = model.get_submodule(norm.name).weight
-            if norm.replacement and dtype is not None and weight.dtype != dtype:
+            if weight.dtype != dtype:
                 reason = f"mixed dtypes: its weight is {weight.dtype}, the layer's linears are {dtype}"
                 decisions[norm.name] = Decision(norm.name, RMS_NORM, None, reason)
+
+
+def _connect_layers(family: Family, decisions: dict[str, Decision]) -> None:
+    """Which norm reads which layer's output; a layer whose own norms are not replaced is left alone."""
+    layers = [d.name for d in decisions.values() if d.site == DECODER_LAYER]
     for i, name in enumerate(layers):
         layer = decisions[name]
         if layer.replacement is None:

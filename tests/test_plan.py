@@ -69,6 +69,10 @@ def other_norm(model):
     model.model.layers[1].input_layernorm = nn.RMSNorm(64)
 
 
+def no_norm(model):
+    model.model.layers[1].input_layernorm = nn.Identity()
+
+
 def norm_with_bias(model):
     model.model.layers[1].input_layernorm.bias = nn.Parameter(torch.zeros(64))
 
@@ -93,6 +97,7 @@ def norm_on_meta(model):
     ("change", "reason"),
     [
         (other_norm, "it is a torch.nn.modules.normalization.RMSNorm, not the stock Qwen2RMSNorm"),
+        (no_norm, "it is a torch.nn.modules.linear.Identity, not the stock Qwen2RMSNorm"),
         (norm_with_bias, "a parameter besides the weight: bias"),
         (norm_in_float64, "its weight is torch.float64"),
         (norm_of_another_dtype, "mixed dtypes: its weight is torch.bfloat16, the layer's linears are torch.float32"),
