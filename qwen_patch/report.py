@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .benchmarks.generate import TERMINAL_COLUMNS, flat_rows
+from .benchmarks.results import cell
 from .plan import Plan
 from .validation.validate import Report
 
@@ -60,20 +61,12 @@ def show_validation(console: Console, report: Report) -> None:
         console.print(f"  the runs part at {report.first_difference}")
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return str(value)
-
-
 def show_rows(console: Console, title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
     table = Table(title=title, title_justify="left")
     for heading in columns.values():
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*(_cell(row.get(key)) for key in columns))
+        table.add_row(*(cell(row.get(key)) for key in columns))
     console.print(table)
 
 

@@ -81,15 +81,17 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
-def markdown_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
-    """`columns` maps a key of the rows to its heading; floats get three significant digits."""
+def cell(value: Any) -> str:
+    """A value as tables show it: floats with three significant digits."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "NO", None: ""}[value]
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
 
-    def cell(value: Any) -> str:
-        if isinstance(value, bool) or value is None:
-            return {True: "yes", False: "NO", None: ""}[value]
-        if isinstance(value, float):
-            return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-        return str(value)
+
+def markdown_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    """`columns` maps a key of the rows to its heading."""
 
     lines = ["| " + " | ".join(columns.values()) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows]
