@@ -42,8 +42,8 @@ def torch_folder() -> Path:
 
 def compiler() -> str:
     found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    if not found:
-        raise CannotBuild("no C++ compiler found: install g++ or set CXX")
+    if not found or not shutil.which(found):
+        raise CannotBuild(f"no C++ compiler found{f' at CXX={found}' if found else ''}: install g++ or set CXX")
     return found
 
 
@@ -76,14 +76,8 @@ def compile_all(command: list[str], sources: list[Path], folder: Path) -> list[s
 def build_cpu(output: Path, temp: Path) -> None:
     torch, cxx = torch_folder(), compiler()
     flags = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
-    flags += [
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-ffp-contract=fast",
-        STABLE_ABI,
-        "-isystem",
-        str(torch / "include"),
-    ]
+    flags += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", STABLE_ABI]
+    flags += ["-isystem", str(torch / "include"), *os.environ.get("CXXFLAGS", "").split()]
     objects = compile_all([cxx, *flags], sorted((ROOT / "csrc/cpu").glob("*.cpp")), temp / "cpu")
     run([cxx, "-shared", *objects, "-o", str(output), f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"])
 

@@ -7,14 +7,12 @@
 namespace qwen_patch::cpu {
 namespace {
 
-#define QP_DEFINE(T)                                                                                                 \
-  QP_MULTIVERSION void rows(const T* x, const T* residual, const T* weight, T* normed, T* sum, int64_t n, int64_t H, \
-                            float eps) {                                                                             \
-    rms_norm_rows<T, true>(x, residual, weight, normed, sum, n, H, eps);                                             \
+#define QP_DEFINE(T, TARGETS)                                                                                \
+  TARGETS void rows(const T* x, const T* residual, const T* weight, T* normed, T* sum, int64_t n, int64_t H, \
+                    float eps) {                                                                             \
+    rms_norm_rows<T, true>(x, residual, weight, normed, sum, n, H, eps);                                     \
   }
-QP_DEFINE(float)
-QP_DEFINE(BF16)
-QP_DEFINE(FP16)
+QP_FOR_EACH_TYPE(QP_DEFINE)
 #undef QP_DEFINE
 
 std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps) {

@@ -5,13 +5,11 @@
 namespace qwen_patch::cpu {
 namespace {
 
-#define QP_DEFINE(T)                                                                                \
-  QP_MULTIVERSION void rows(const T* x, const T* weight, T* out, int64_t n, int64_t H, float eps) { \
-    rms_norm_rows<T, false>(x, nullptr, weight, out, nullptr, n, H, eps);                           \
+#define QP_DEFINE(T, TARGETS)                                                               \
+  TARGETS void rows(const T* x, const T* weight, T* out, int64_t n, int64_t H, float eps) { \
+    rms_norm_rows<T, false>(x, nullptr, weight, out, nullptr, n, H, eps);                   \
   }
-QP_DEFINE(float)
-QP_DEFINE(BF16)
-QP_DEFINE(FP16)
+QP_FOR_EACH_TYPE(QP_DEFINE)
 #undef QP_DEFINE
 
 Tensor rms_norm(Tensor x, Tensor weight, double eps) {

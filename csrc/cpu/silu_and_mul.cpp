@@ -5,15 +5,13 @@
 namespace qwen_patch::cpu {
 namespace {
 
-#define QP_DEFINE(T)                                                          \
-  QP_MULTIVERSION void rows(const T* gate_up, T* out, int64_t n, int64_t I) { \
-    for (int64_t r = 0; r < n; ++r, gate_up += 2 * I, out += I) {             \
-      silu_mul_range<T>(gate_up, gate_up + I, out, I);                        \
-    }                                                                         \
+#define QP_DEFINE(T, TARGETS)                                         \
+  TARGETS void rows(const T* gate_up, T* out, int64_t n, int64_t I) { \
+    for (int64_t r = 0; r < n; ++r, gate_up += 2 * I, out += I) {     \
+      silu_mul_range<T>(gate_up, gate_up + I, out, I);                \
+    }                                                                 \
   }
-QP_DEFINE(float)
-QP_DEFINE(BF16)
-QP_DEFINE(FP16)
+QP_FOR_EACH_TYPE(QP_DEFINE)
 #undef QP_DEFINE
 
 Tensor silu_and_mul(Tensor gate_up) {

@@ -5,11 +5,9 @@
 namespace qwen_patch::cpu {
 namespace {
 
-#define QP_DEFINE(T) \
-  QP_MULTIVERSION void range(const T* gate, const T* up, T* out, int64_t n) { silu_mul_range<T>(gate, up, out, n); }
-QP_DEFINE(float)
-QP_DEFINE(BF16)
-QP_DEFINE(FP16)
+#define QP_DEFINE(T, TARGETS) \
+  TARGETS void range(const T* gate, const T* up, T* out, int64_t n) { silu_mul_range<T>(gate, up, out, n); }
+QP_FOR_EACH_TYPE(QP_DEFINE)
 #undef QP_DEFINE
 
 Tensor silu_mul(Tensor gate, Tensor up) {

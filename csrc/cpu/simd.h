@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__) && !defined(QP_PORTABLE)
+#define QP_X86 1
 #define QP_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
+#define QP_X86 0
 #define QP_MULTIVERSION
 #endif
 // A helper must be inlined into each clone: on its own it would be compiled for the baseline only.
@@ -28,6 +30,9 @@ struct BF16 {
   uint16_t bits;
 };
 struct FP16 {
+  uint16_t bits;
+};
+struct FP16Hardware {  // the same bits, on a processor that converts them itself (F16C)
   uint16_t bits;
 };
 
@@ -88,6 +93,25 @@ struct Element<FP16> {
     return narrow(((u >> 16) & 0x8000) | ((rest >> 13) & 0x7fff));
   }
 };
+
+#if QP_X86
+// Assembly, not intrinsics: those can't be inlined into helpers that are also compiled for processors without F16C.
+template <>
+struct Element<FP16Hardware> {
+  using Storage = U16x8;
+  static QP_INLINE F32x8 expand(U16x8 x) {
+    F32x8 y;
+    asm("vcvtph2ps %1, %0" : "=x"(y) : "x"(x));
+    return y;
+  }
+  static QP_INLINE U16x8 pack(F32x8 x) {
+    U16x8 y;
+    asm("vcvtps2ph $0, %1, %0" : "=x"(y) : "x"(x));
+    return y;
+  }
+  static QP_INLINE F32x8 round(F32x8 x) { return expand(pack(x)); }
+};
+#endif
 
 template <typename T>
 QP_INLINE F32x8 round_to(F32x8 x) {
@@ -157,4 +181,24 @@ QP_INLINE F32x8 one_plus_exp(F32x8 x) {
 
 }  // namespace qwen_patch::cpu
 
-#define QP_DISPATCH(DTYPE, ...) QP_DISPATCH_TYPES(DTYPE, qwen_patch::cpu::BF16, qwen_patch::cpu::FP16, __VA_ARGS__)
+// DEFINE(T, TARGETS) defines a function for the element type T, compiled for TARGETS.
+#define QP_FOR_EACH_TYPE(DEFINE) \
+  DEFINE(float, QP_MULTIVERSION) \
+  DEFINE(BF16, QP_MULTIVERSION)  \
+  DEFINE(FP16, QP_MULTIVERSION)  \
+  QP_FOR_F16C(DEFINE)
+
+#define QP_DISPATCH_ANY(DTYPE, ...) QP_DISPATCH_TYPES(DTYPE, qwen_patch::cpu::BF16, qwen_patch::cpu::FP16, __VA_ARGS__)
+#if QP_X86
+#define QP_FOR_F16C(DEFINE) DEFINE(FP16Hardware, __attribute__((target("arch=x86-64-v3"))))
+#define QP_DISPATCH(DTYPE, ...)                                                              \
+  if (DTYPE == torch::headeronly::ScalarType::Half && __builtin_cpu_supports("x86-64-v3")) { \
+    using T = qwen_patch::cpu::FP16Hardware;                                                 \
+    __VA_ARGS__;                                                                             \
+  } else {                                                                                   \
+    QP_DISPATCH_ANY(DTYPE, __VA_ARGS__);                                                     \
+  }
+#else
+#define QP_FOR_F16C(DEFINE)
+#define QP_DISPATCH QP_DISPATCH_ANY
+#endif

@@ -38,13 +38,15 @@ struct SiluMulConfig {
   int block;  // threads a block
 };
 
+// Measured on an H200 in a graph, bf16, us for packs of 1 / 2 / 4 / 8 elements, with blocks of 128 threads, and of 256
+// for packs of 4: 1 x 4864 0.95 / 1.04 / - / -, 8 x 18944 1.76 / 1.69 / 1.79 / -, 128 x 3072 - / 2.19 / 2.07 / 2.33,
+// 128 x 12288 - / 5.20 / 4.23 / 5.07, 512 x 4864 - / - / 5.71 / 5.90, 512 x 12288 - / - / 12.0 / 10.8, 4096 x 12288
+// - / - / 82.5 / 71.3.
 template <typename T>
 SiluMulConfig silu_mul_config(int64_t elements, int sms) {
-  // Measured on an H200 in a graph, bf16, us for packs of 1 / 2 / 4 / 8 elements: 1 x 4864 0.93 / 1.04 / - / -, 8 x
-  // 12288
-  // - / 1.33 / 1.40 / -, 8 x 18944 1.75 / 1.70 / - / -, 512 x 12288 - / - / 15.6 / 10.7, 4096 x 12288 - / - / 121
-  // / 72.4. Blocks of 128 and 256 threads differ by under 2%.
-  int pack = PACK<T>;
+  if (elements / PACK<T> >= 4000LL * sms) return {PACK<T>, 128};
+  int pack = PACK<T> / 2;
+  if (elements / pack >= 340LL * sms) return {pack, 256};
   while (pack > 1 && elements / pack < 340LL * sms) pack /= 2;
   return {pack, 128};
 }
