@@ -2,19 +2,20 @@
 # The measurements behind the README's tables. On a CPU or a GPU:
 #   measure.sh cpu|cuda checks OUT_DIR [REAL_MODEL_DIR]   validate_qwen on every model
 #   measure.sh cpu|cuda ops OUT_DIR                       every op at the shapes of real models
-#   measure.sh cuda speed OUT_DIR                         end-to-end generate at the official shapes; 9 minutes on an H200
+#   measure.sh cuda speed OUT_DIR [SHAPE]                 end-to-end generate, the ablations, and Transformers' own compiled
+#                                                         static cache, at official shapes; 4 minutes each on an H200
 # Run it in an environment with this package, or from the source folder with PYTHONPATH=. set.
 set -euo pipefail
 device=$1
 part=$2
 out=$3
-real=${4:-}
+subject=${4:-}
 mkdir -p "$out"
 qwen_patch() { python3 -m qwen_patch.cli "$@"; }
 
 if [ "$part" = checks ]; then
   failed=0
-  for model in tiny-qwen2 tiny-qwen3 ${real:+"$real"}; do
+  for model in tiny-qwen2 tiny-qwen3 ${subject:+"$subject"}; do
     for dtype in float32 bfloat16; do
       file="$out/validate_$(basename "$model")_$dtype.json"
       qwen_patch validate --model "$model" --dtype "$dtype" --device "$device" --new-tokens 64 --oracle --json "$file" || failed=1
@@ -31,11 +32,8 @@ if [ "$part" = ops ]; then
   exit
 fi
 
-for shape in Qwen2.5-0.5B Qwen3-0.6B Qwen3-8B; do
+for shape in ${subject:-Qwen2.5-0.5B Qwen3-0.6B Qwen3-8B}; do
   qwen_patch bench --device cuda --model "random:$shape" --fusion both --rounds 5 --output "$out/generate_$shape"
+  qwen_patch bench --device cuda --model "random:$shape" --prompt-lengths 128 --new-tokens 64 --rounds 5 --static \
+    --output "$out/ablations_$shape"
 done
-# The ablations, and Transformers' own compiled static cache as a second baseline.
-qwen_patch bench --device cuda --model random:Qwen2.5-0.5B --prompt-lengths 128 --new-tokens 64 --rounds 5 \
-  --output "$out/ablations_Qwen2.5-0.5B"
-qwen_patch bench --device cuda --model random:Qwen3-0.6B --prompt-lengths 128 --new-tokens 64 --rounds 5 --static \
-  --output "$out/ablations_Qwen3-0.6B"
