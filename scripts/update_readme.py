@@ -63,6 +63,28 @@ def generate() -> str:
     return "\n\n".join(parts)
 
 
+def ablations() -> str:
+    variants = ["mlp", "rms", "both", "static"]
+    rows, notes = [], []
+    for path in sorted(RESULTS.glob("h200/ablations_*.json")):
+        document = read(f"h200/{path.name}")
+        found = {row["variant"]: row for row in document["rows"]}
+        row = [document["model"].removesuffix(" (random)"), f"{found['stock']['decode_tps']:.0f}"]
+        for variant in variants:
+            speed = found[variant]["decode_vs_stock"]
+            text = "parted from eager" if speed is None else f"{speed['ratio']:.2f}x"
+            row.append(f"{found[variant]['decode_tps']:.0f} ({text})")
+        rows.append(row)
+        notes.append(f"{conditions(document)}, {document['settings']['rounds']} rounds")
+    head = [
+        "decode tokens/s",
+        "stock eager",
+        *(f'fusion="{v}"' for v in variants[:-1]),
+        "stock, static cache, compiled",
+    ]
+    return f"Prompt 128, 64 new tokens. {notes[0]}.\n\n{table(head, rows)}"
+
+
 OPS_SHOWN = [
     ("add_rms_norm", "Qwen2.5-0.5B", 1),
     ("add_rms_norm", "Qwen3-8B", 1),
@@ -153,6 +175,7 @@ def validation() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "generate": generate,
+    "ablations": ablations,
     "ops_cuda": ops_cuda,
     "ops_cpu": ops_cpu,
     "validation": validation,
