@@ -177,10 +177,10 @@ def bench(
             loaded, tokenizer, name = random_model(shape, where, pick_dtype(dtype, where)), None, f"{shape} (random)"
         else:
             (loaded, tokenizer), name = load(model, device, dtype), display_name(model)
-        longest = max(lengths) + new_tokens
-        if longest > loaded.config.max_position_embeddings:
-            raise UsageError(f"{longest} tokens are more than the {loaded.config.max_position_embeddings} of {name}")
-        prompts = {n: sample_tokens(tokenizer, loaded.config.vocab_size, n).repeat(batch, 1) for n in lengths}
+        config, longest = loaded.config.get_text_config(), max(lengths) + new_tokens
+        if longest > config.max_position_embeddings:
+            raise UsageError(f"{longest} tokens are more than the {config.max_position_embeddings} of {name}")
+        prompts = {n: sample_tokens(tokenizer, config.vocab_size, n).repeat(batch, 1) for n in lengths}
         document = generate.run(loaded, name, prompts, fusions, new_tokens, rounds, output, static=static)
     show_bench(console, document)
     raise typer.Exit(0 if all(row["correct"] for row in document["rows"]) else 1)

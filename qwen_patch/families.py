@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 RMS_NORM, MLP, DECODER_LAYER = "rms_norm", "mlp", "decoder_layer"
 SITES = (RMS_NORM, MLP, DECODER_LAYER)
@@ -18,6 +19,7 @@ class Family:
     mlp: str
     decoder_layer: str
     attention_norms: tuple[str, ...] = ()  # RMSNorms inside the attention, as attributes of it
+    experts: str | None = None  # the class of a sparse block of experts, which may stand where an MLP does
 
     # The parts of a decoder layer, and of the model that holds the layers; all families supported so far agree.
     input_norm = "input_layernorm"
@@ -33,29 +35,29 @@ class Family:
         return {(self.module, name): site for name, site in names.items()}
 
 
-def _family(model_type: str, prefix: str, **extra: tuple[str, ...]) -> Family:
-    return Family(
-        model_type=model_type,
-        module=f"transformers.models.{model_type}.modeling_{model_type}",
-        rms_norm=f"{prefix}RMSNorm",
-        mlp=f"{prefix}MLP",
-        decoder_layer=f"{prefix}DecoderLayer",
-        **extra,
-    )
+def _family(model_type: str, prefix: str, **differing: Any) -> Family:
+    names = {"rms_norm": f"{prefix}RMSNorm", "mlp": f"{prefix}MLP", "decoder_layer": f"{prefix}DecoderLayer"}
+    module = f"transformers.models.{model_type}.modeling_{model_type}"
+    return Family(model_type=model_type, module=module, **(names | differing))
 
 
+QK_NORMS = ("q_norm", "k_norm")
 FAMILIES = {
     family.model_type: family
     for family in (
         _family("qwen2", "Qwen2"),  # Qwen2 and Qwen2.5
-        _family("qwen3", "Qwen3", attention_norms=("q_norm", "k_norm")),
+        _family("qwen3", "Qwen3", attention_norms=QK_NORMS),
+        _family("qwen3_moe", "Qwen3Moe", attention_norms=QK_NORMS, experts="Qwen3MoeSparseMoeBlock"),
+        _family("qwen2_5_vl", "Qwen2_5_VL", mlp="Qwen2MLP"),  # the text tower; its norms stand in the vision tower too
+        _family("qwen3_vl", "Qwen3VLText", attention_norms=QK_NORMS),  # the text tower
         _family("llama", "Llama"),
+        _family("mistral", "Mistral"),
     )
 }
 
-# The forward of every decoder layer above, in the versions supported: past_key_values is cache in 5.24. A layer whose
-# forward takes other parameters is of another Transformers version or somebody's own, and is left alone.
+# What the forward of every decoder layer above takes after hidden_states, in the versions supported: past_key_values is
+# cache from 5.24 on. A layer whose forward takes anything else is of another version or somebody's own: left alone.
 DECODER_LAYER_PARAMETERS = tuple(
-    f"self hidden_states attention_mask position_ids {cache} use_cache position_embeddings kwargs".split()
+    frozenset(f"attention_mask position_ids {cache} use_cache position_embeddings kwargs".split())
     for cache in ("past_key_values", "cache")
 )

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from .families import FAMILIES
@@ -97,7 +105,9 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Pre
     if config.model_type not in FAMILIES:
         raise UsageError(f"model {name!r} is a {config.model_type!r}: supported are {', '.join(FAMILIES)}")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+        causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        model = auto.from_pretrained(source, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"model {name!r} does not load: {str(error).splitlines()[0]}") from error

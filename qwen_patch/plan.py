@@ -157,6 +157,8 @@ def _sites(model: nn.Module, family: Family) -> list[tuple[str, nn.Module, str]]
 def _why_not(module: nn.Module, site: str, family: Family) -> str | None:
     cls = stock_class(module)
     expected = {RMS_NORM: family.rms_norm, MLP: family.mlp, DECODER_LAYER: family.decoder_layer}[site]
+    if cls.__name__ == family.experts:
+        return f"it is a block of experts ({cls.__name__}), which runs as stock"
     if (cls.__module__, cls.__name__) != (family.module, expected):
         return f"it is a {cls.__module__}.{cls.__name__}, not the stock {expected}"
     if inspect.unwrap(cls.forward).__module__ != cls.__module__:
@@ -183,8 +185,10 @@ def _why_not_mlp(module: nn.Module) -> str | None:
 
 
 def _why_not_layer(module: nn.Module) -> str | None:
-    found = list(inspect.signature(stock_class(module).forward).parameters)
-    return None if found in DECODER_LAYER_PARAMETERS else f"its forward takes other parameters: {', '.join(found)}"
+    first, *found = list(inspect.signature(stock_class(module).forward).parameters)[1:]
+    if first == "hidden_states" and frozenset(found) in DECODER_LAYER_PARAMETERS:
+        return None
+    return f"its forward takes other parameters: {', '.join([first, *found])}"
 
 
 def _compute_dtype(layer: nn.Module) -> torch.dtype | None:

@@ -2,49 +2,89 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-CLASSES = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
+# model_type -> what differs from SHAPE, in the text tower where there is another one.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+    "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "llama": {},
+    "mistral": {"sliding_window": None},
 }
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+TOKENS: dict[str, int] = {"image": 124, "video": 125, "vision_start": 126, "vision_end": 127}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+        "window_size": 16,
+    },
+    "qwen3_vl": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 64,
+    },
+}
+VISION_PIXELS = 3 * 2 * 4 * 4  # of one patch: channels, frames, height, width
 
 
-def small_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **config) -> PreTrainedModel:
-    """Three layers of 64, grouped queries, norm weights that are not all one; the same weights at every call."""
+def small_config(family: str, **config: Any) -> PretrainedConfig:
+    """Three layers of 64 with grouped queries."""
+    shape = SHAPE | FAMILIES[family] | config
+    if family not in VISION:
+        return AutoConfig.for_model(family, **shape)
+    attention = {key: shape.pop(key) for key in ("attn_implementation",) if key in shape}
+    tokens = {f"{name}_token_id": number for name, number in TOKENS.items()}
+    return AutoConfig.for_model(family, text_config=shape, vision_config=VISION[family], **tokens, **attention)
+
+
+def small_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **config: Any) -> PreTrainedModel:
+    """A `small_config` with norm weights that are not all one; the same weights at every call."""
     torch.manual_seed(0)
-    config_class, model_class = CLASSES[family]
-    shape = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": 0,
-    }
-    model = model_class(config_class(**(shape | config)))
+    auto = AutoModelForImageTextToText if family in VISION else AutoModelForCausalLM
+    attention = {key: config.pop(key) for key in ("attn_implementation",) if key in config}
+    model = auto.from_config(small_config(family, **config), dtype=torch.float32, **attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name and name.endswith("weight"):
                 parameter.normal_(1.0, 0.3)
     return model.to(device=device, dtype=dtype).eval()
 
 
 def token_ids(*shape: int, device: str = "cpu") -> torch.Tensor:
-    return torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(1)).to(device)
+    return torch.randint(0, 120, shape, generator=torch.Generator().manual_seed(1)).to(device)

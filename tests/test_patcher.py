@@ -12,15 +12,16 @@ import threading
 
 import pytest
 import torch
-from models import CLASSES, small_model, token_ids
+from models import FAMILIES, TOKENS, VISION, VISION_PIXELS, small_model, token_ids
 from torch import nn
 
 import qwen_patch
 from qwen_patch.modules import FusedRMSNorm, Patched
 from qwen_patch.recipes import RECIPES
 
-FAMILY = pytest.mark.parametrize("family", CLASSES)
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
 FUSION = pytest.mark.parametrize("fusion", [f for f in RECIPES if f != "none"])
+CHANGES = (qwen_patch.unpatch_model, qwen_patch.patch_model)
 
 
 def answers(model, ids, **kwargs):
@@ -69,6 +70,30 @@ def test_kernels_are_within_rounding(family, fusion, device):
     assert (found - expected).abs().max() <= 64 * torch.finfo(torch.float32).eps * expected.abs().max()
 
 
+@pytest.mark.parametrize("family", VISION)
+def test_an_image_and_text(family):
+    """Through both towers; Qwen3-VL edits the hidden states between the first layers of the text tower."""
+    model = small_model(family)
+    marks = [TOKENS[name] for name in ("vision_start", "image", "image", "image", "image", "vision_end")]
+    ids = torch.cat([torch.tensor([marks]), token_ids(1, 5)], dim=1)
+    image = {
+        "pixel_values": torch.randn(16, VISION_PIXELS),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == TOKENS["image"]).int(),
+    }
+    plain, expected = answers(model, ids).logits, answers(model, ids, output_hidden_states=True, **image)
+    assert not torch.equal(plain, expected.logits), "the image does not matter: the test would prove nothing"
+    for backend in ("reference", "auto"):
+        qwen_patch.patch_model(model, backend=backend)
+        found = answers(model, ids, output_hidden_states=True, **image)
+        if backend == "reference":
+            assert_same_outputs(found, expected)
+        else:  # float32, 3 layers: some tens of eps of the largest logit
+            assert (found.logits - expected.logits).abs().max() <= 64 * 2**-23 * expected.logits.abs().max()
+    generated = [change(model).generate(ids, max_new_tokens=6, **image) for change in CHANGES]
+    assert torch.equal(*generated)
+
+
 @FAMILY
 def test_generate_and_cache(family, device):
     model, ids = small_model(family, device=device), token_ids(2, 9, device=device)
@@ -82,7 +107,7 @@ def test_generate_and_cache(family, device):
     assert len(found.scores) == len(expected.scores) == 12
     for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 5}, {"cache_implementation": "static"}):
         results = []
-        for change in (qwen_patch.unpatch_model, qwen_patch.patch_model):
+        for change in CHANGES:
             torch.manual_seed(3)
             results.append(change(model).generate(ids, attention_mask=mask, max_new_tokens=8, **options))
         assert torch.equal(*results), options
@@ -229,7 +254,7 @@ def _compare_hooked(where, register, mode):
 def test_global_hooks_fire_as_often_as_in_the_stock_model():
     model, ids, counts = small_model("qwen3"), token_ids(1, 5), []
     with_hook = torch.nn.modules.module.register_module_forward_hook
-    for change in (qwen_patch.unpatch_model, qwen_patch.patch_model):
+    for change in CHANGES:
         change(model)
         seen = []
         handle = with_hook(lambda module, _args, _out, seen=seen: seen.append(id(module)))
@@ -278,8 +303,11 @@ def test_training_step_has_the_stock_gradients(family, checkpointing):
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert gradients[0].keys() == gradients[1].keys()
     for name, expected in gradients[0].items():
-        assert expected is not None
-        assert torch.equal(gradients[1][name], expected), name
+        if "visual" in name:  # text alone leaves the vision tower without
+            assert expected is None
+            assert gradients[1][name] is None
+        else:
+            assert torch.equal(gradients[1][name], expected), name
 
 
 def test_frozen_body_still_gets_gradients_at_its_input():
@@ -384,15 +412,16 @@ def test_a_layer_called_by_itself(family):
     """With keywords left out, or given by position, as the stock layer may be called."""
     model = small_model(family)
     hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(2))
-    embeddings = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    tower = getattr(model.model, "language_model", model.model)
+    positions = torch.arange(5)[None] if tower is model.model else torch.arange(5).expand(3, 1, 5)
+    embeddings = tower.rotary_emb(hidden, positions)
     mask = torch.zeros(1, 1, 5, 5)
-    layer, results = model.model.layers[0], []
+    layer, results = tower.layers[0], []
     for change in (qwen_patch.unpatch_model, lambda m: qwen_patch.patch_model(m, backend="reference")):
         change(model)
         with torch.no_grad():
-            results.append(
-                (layer(hidden, position_embeddings=embeddings), layer(hidden, mask, None, None, False, embeddings))
-            )
+            by_position = (embeddings, mask) if family == "qwen3_vl" else (mask, None, None, False, embeddings)
+            results.append((layer(hidden, position_embeddings=embeddings), layer(hidden, *by_position)))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CLASSES, small_model, token_ids
+from models import FAMILIES, small_config, small_model, token_ids
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import qwen_patch
 from qwen_patch import PatchError, make_plan
@@ -20,7 +20,7 @@ from qwen_patch.recipes import RECIPES
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_golden_plan(family):
     """Every decision for a two-layer model. QWEN_PATCH_WRITE_GOLDEN=1 writes the files; read them then."""
     found = json.loads(json.dumps(make_plan(small_model(family, num_hidden_layers=2)).to_dict()))
@@ -39,6 +39,15 @@ def test_each_decision_has_a_replacement_or_a_reason(fusion):
     assert {d.site for d in plan.replaced} == set(RECIPES[fusion])
     assert plan.to_dict()["fusion"] == fusion
     assert f"fusion={fusion}" in str(plan)
+
+
+def test_experts_are_reported_and_left_alone():
+    plan = make_plan(small_model("qwen3_moe"))
+    mlps = {d.name: d for d in plan.decisions if d.site == "mlp"}
+    assert [d.replacement for d in mlps.values()] == ["FusedMLP", None, None]
+    assert reason_for(small_model("qwen3_moe"), MLP) == (
+        "it is a block of experts (Qwen3MoeSparseMoeBlock), which runs as stock"
+    )
 
 
 def test_planning_writes_nothing():
@@ -145,13 +154,13 @@ def test_a_layer_with_another_signature(monkeypatch):
 
     forward.__module__ = Qwen2DecoderLayer.__module__
     monkeypatch.setattr(Qwen2DecoderLayer, "forward", forward)
-    assert "other parameters: self, hidden_states, attention_mask" in reason_for(small_model("qwen2"), LAYER)
+    assert "other parameters: hidden_states, attention_mask" in reason_for(small_model("qwen2"), LAYER)
 
 
 def test_unsupported_models_and_arguments_are_refused_whole():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8))
     with pytest.raises(
-        PatchError, match=r"GPT2LMHeadModel \(model_type 'gpt2'\) is not supported.*qwen2, qwen3, llama"
+        PatchError, match=r"GPT2LMHeadModel \(model_type 'gpt2'\) is not supported.*qwen2, qwen3, qwen3_moe, .*mistral"
     ):
         qwen_patch.patch_model(gpt2)
     model = small_model("qwen2")
@@ -166,7 +175,7 @@ def test_unsupported_models_and_arguments_are_refused_whole():
 
 def test_a_model_on_the_meta_device_is_refused():
     with torch.device("meta"):
-        model = CLASSES["qwen2"][1](CLASSES["qwen2"][0](num_hidden_layers=1))
+        model = AutoModelForCausalLM.from_config(small_config("qwen2"))
     with pytest.raises(PatchError, match=r"nothing to replace.*meta device: load the model's weights first"):
         qwen_patch.patch_model(model, fusion="rms")
 

@@ -62,7 +62,7 @@ def bootstrap_interval(ratios: list[float], draws: int = 2000) -> tuple[float, f
 
 def bytes_a_token(model: PreTrainedModel, context: int) -> int:
     """What a decode step must read: every weight once but for the embedding's other rows, and the keys and values."""
-    config = model.config
+    config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * context
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
