@@ -18,19 +18,21 @@ def pytest_configure(config):
         # Two workers with all cores each spend their time waiting for each other: ten times slower.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
     # A machine without a GPU is the normal case: say so once in the head line rather than a skip a test.
-    config.stash["cuda"] = torch.cuda.is_available()
+    config.stash["gpus"] = torch.cuda.device_count()
 
 
 def pytest_report_header(config):
-    return f"GPU: {torch.cuda.get_device_name()}" if config.stash["cuda"] else "GPU: none, the cuda tests are left out"
+    gpus = [torch.cuda.get_device_name(i) for i in range(config.stash["gpus"])]
+    return f"GPUs: {', '.join(gpus)}" if gpus else "GPU: none, the cuda tests are left out"
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.stash["cuda"]:
-        left_out = [item for item in items if item.get_closest_marker("cuda")]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+    needed = {"cuda": 1, "two_gpus": 2}
+    missing = [marker for marker, gpus in needed.items() if gpus > config.stash["gpus"]]
+    left_out = {item for item in items if any(item.get_closest_marker(marker) for marker in missing)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(params=DEVICES)

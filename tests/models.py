@@ -88,3 +88,8 @@ def small_model(family: str, dtype: torch.dtype = torch.float32, device: str = "
 
 def token_ids(*shape: int, device: str = "cpu") -> torch.Tensor:
     return torch.randint(0, 120, shape, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def answers(model: torch.nn.Module, ids: torch.Tensor, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return model(ids, **kwargs)
