@@ -4,6 +4,9 @@ Both stand on PyTorch's stable ABI, with no Python in them, so one binary serves
 They need torch's headers and nothing else of it, not even to import it: torch.utils.cpp_extension links libtorch_python
 and c10 and refuses a .cu file under a CPU-only torch, so the compilers are called here. A library that can't be built
 is left out with one line that says why; the ops then use their PyTorch reference.
+
+There are no locks: each build works in a folder of its own, and a finished library takes its place in one step. Builds
+may run at once, be killed, or go on while a program has the old library loaded.
 """
 
 import importlib.machinery
@@ -12,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: the oldest torch that loads the result
 CUDA_ARCHITECTURES = ["80", "90a"]
+REQUIRED = bool(os.environ.get("QWEN_PATCH_REQUIRE_NATIVE"))  # a library that can't be built is then an error
 
 
 class CannotBuild(RuntimeError):
@@ -48,19 +53,26 @@ def compiler() -> str:
 
 
 def nvcc() -> str:
+    """CUDA_HOME's, where that is set: so CUDA_HOME=/nowhere leaves the CUDA library out."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    candidates = [Path(home) / "bin/nvcc"] if home else []
-    candidates += [Path(p) for p in [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"] if p]
+    candidates = [f"{home}/bin/nvcc"] if home else [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     for candidate in candidates:
-        if candidate.exists():
-            return str(candidate)
-    raise CannotBuild("no nvcc found: install the CUDA toolkit or set CUDA_HOME")
+        if candidate and Path(candidate).exists():
+            return candidate
+    raise CannotBuild(
+        f"no nvcc found{f' in CUDA_HOME={home}' if home else ''}: install the CUDA toolkit or set CUDA_HOME"
+    )
 
 
 def run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = (result.stdout + result.stderr).strip()
     if result.returncode != 0:
-        raise CannotBuild(f"{' '.join(command)}\n{(result.stdout + result.stderr).strip()}")
+        if REQUIRED:
+            raise CannotBuild(f"{' '.join(command)}\n{output}")
+        lines = output.splitlines() or ["it said nothing"]
+        error = next((line for line in lines if "error" in line.lower() or "fatal" in line.lower()), lines[-1])
+        raise CannotBuild(f"{command[0]} failed: {error} (QWEN_PATCH_REQUIRE_NATIVE=1 shows all of it)")
     if result.stderr.strip():
         print(result.stderr.strip(), file=sys.stderr)
 
@@ -107,6 +119,19 @@ def build_cuda(output: Path, temp: Path) -> None:
     run([cuda, "-shared", "-ccbin", cxx, "-cudart", "static", *objects, "-o", str(output), *link])
 
 
+def put(library: Path, target: Path) -> None:
+    """Copies the library to its place in one step: nobody ever loads a half-written one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as partial:
+        pass
+    try:
+        shutil.copyfile(library, partial.name)
+        os.chmod(partial.name, 0o755)
+        os.replace(partial.name, target)
+    finally:
+        Path(partial.name).unlink(missing_ok=True)
+
+
 LIBRARIES = {"cpu": build_cpu, "cuda": build_cuda}
 
 
@@ -118,24 +143,27 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         kind = ext.name.rpartition("_")[2]
         output = Path(self.get_ext_fullpath(ext.name))
-        output.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(self.build_temp) / output.name
-        fresh.parent.mkdir(parents=True, exist_ok=True)
-        output.unlink(missing_ok=True)  # a library of an older source must not be taken for this one's
         try:
             if sys.platform != "linux":
                 raise CannotBuild(f"the native libraries are built on Linux only, this is {sys.platform}")
-            LIBRARIES[kind](fresh, Path(self.build_temp))
+            with tempfile.TemporaryDirectory(prefix="qwen_patch-") as folder:
+                fresh = Path(folder) / output.name
+                LIBRARIES[kind](fresh, Path(folder))
+                put(fresh, output)
         except CannotBuild as reason:
-            if os.environ.get("QWEN_PATCH_REQUIRE_NATIVE"):
+            if REQUIRED:
                 raise
+            output.unlink(missing_ok=True)  # a library of an older source must not be taken for this one's
             print(f"qwen_patch: the {kind} library was not built: {reason}", file=sys.stderr)
-            return
-        shutil.move(fresh, output)
 
     def copy_extensions_to_source(self) -> None:
-        (ROOT / "qwen_patch" / "_native").mkdir(exist_ok=True)
-        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            name = self.get_ext_filename(ext.name)
+            built, target = Path(self.build_lib) / name, ROOT / name
+            if built.exists():
+                put(built, target)
+            else:
+                target.unlink(missing_ok=True)
 
 
 class PlatformWheel(bdist_wheel):

@@ -50,6 +50,9 @@ def examine() -> dict[str, Any]:
         libraries[kind] = f"in use: {library.path}" if library.loaded else f"not in use: {library.reason}"
         if kind in needed and not library.loaded:
             advice.append(f"{kind} ops run their slower PyTorch reference: {library.remedy}")
+    for i in range(torch.cuda.device_count() if LIBRARIES["cuda"].loaded else 0):
+        if problem := LIBRARIES["cuda"].problem(torch.device("cuda", i)):
+            advice.append(f"cuda:{i} runs the slower PyTorch reference: {problem}")
     return {
         "versions": {
             "qwen_patch": __version__,

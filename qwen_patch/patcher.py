@@ -34,7 +34,7 @@ def patch_model(model: Model, *, fusion: str = "both", backend: str = "auto") ->
     unpatch_model(model)
     try:
         for decision in plan.replaced:
-            _replace(model, decision.name, RECIPES[fusion][decision.site], backend)
+            _replace(model, decision.name, RECIPES[fusion][decision.site], plan.backend)
         for decision in plan.replaced:
             if decision.next_norm:
                 next_layer = model.get_submodule(decision.next_layer) if decision.next_layer else None

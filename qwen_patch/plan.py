@@ -82,7 +82,7 @@ def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto") -> 
         raise PatchError(f"unknown backend {backend!r}: supported are {', '.join(BACKENDS)}")
     check_transformers()
     family = _find_family(model)
-    notes = _check_backend(model, backend)
+    backend, notes = _choose_backend(model, backend)
     if model.training:
         notes += ("the model is in training mode: the stock forwards run, at stock speed, until model.eval()",)
     recipe = RECIPES[fusion]
@@ -119,20 +119,29 @@ def _find_family(model: nn.Module) -> Family:
     raise PatchError(f"{found} is not supported: it has no decoder layers of {', '.join(FAMILIES)}")
 
 
-def _check_backend(model: nn.Module, backend: str) -> tuple[str, ...]:
-    """Raises where the backend that was asked for can't run this model; with "auto", notes what will be slow."""
-    devices = {p.device.type for p in model.parameters()} - {"meta"}
+def _choose_backend(model: nn.Module, backend: str) -> tuple[str, tuple[str, ...]]:
+    """The backend that will run, and notes on what will be slow. Raises where the one asked for can't."""
     if backend == "reference":
-        return ()
+        return backend, ()
+    devices = {p.device for p in model.parameters() if p.device.type != "meta"}
+    kinds = sorted({d.type for d in devices})
     if backend == "auto":
-        missing = [LIBRARIES[d] for d in sorted(devices) if d in LIBRARIES and not LIBRARIES[d].loaded]
-        return tuple(f"the {lib.kind} library is not in use ({lib.reason}): {lib.remedy}" for lib in missing)
-    library = LIBRARIES[backend]
-    if not library.loaded:
-        raise PatchError(f"backend={backend!r} is not available: {library.reason}; {library.remedy}")
-    if devices != {backend}:
-        raise PatchError(f"backend={backend!r} needs the model on {backend}, it is on {', '.join(sorted(devices))}")
-    return ()
+        missing = [LIBRARIES[kind] for kind in kinds if kind in LIBRARIES and not LIBRARIES[kind].loaded]
+        notes = tuple(f"the {lib.kind} library is not in use ({lib.reason}): {lib.remedy}" for lib in missing)
+    else:
+        library = LIBRARIES[backend]
+        if not library.loaded:
+            raise PatchError(f"backend={backend!r} is not available: {library.reason}; {library.remedy}")
+        if kinds != [backend]:
+            raise PatchError(f"backend={backend!r} needs the model on {backend}, it is on {', '.join(kinds)}")
+        notes = ()
+    loaded = [(LIBRARIES[d.type], d) for d in devices if d.type in LIBRARIES and LIBRARIES[d.type].loaded]
+    problems = sorted({found for library, d in loaded if (found := library.problem(d))})
+    if not problems:
+        return backend, notes
+    if backend != "auto":
+        raise PatchError(f"backend={backend!r} is not available: {'; '.join(problems)}; use backend='reference'")
+    return "reference", (*notes, *(f"the cuda library is not in use ({problem})" for problem in problems))
 
 
 def _sites(model: nn.Module, family: Family) -> list[tuple[str, nn.Module, str]]:

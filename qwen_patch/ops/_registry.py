@@ -7,6 +7,8 @@ it out, and is what the patched modules call, after `fusable` has said that no g
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -73,6 +75,24 @@ class NativeLibrary:
     def path(self) -> Path:
         return NATIVE_FOLDER / f"libqwen_patch_{self.kind}.so"
 
+    def problem(self, device: torch.device) -> str | None:
+        """Why the library, loaded as it is, can't run on this device: built for other cards, or an older driver.
+
+        Not asked at import, because the answer starts CUDA.
+        """
+        if self.kind != "cuda":
+            return None
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _cuda_problem(str(self.path), index)
+
+
+@functools.cache
+def _cuda_problem(path: str, index: int) -> str | None:
+    ask = ctypes.CDLL(path).qwen_patch_cuda_problem
+    ask.restype = ctypes.c_char_p
+    answer = ask(index)
+    return None if answer is None else f"it can't run on {torch.cuda.get_device_name(index)}: {answer.decode()}"
+
 
 REBUILD = "in the source folder run: pip install --force-reinstall --no-deps ."
 LIBRARIES = {kind: NativeLibrary(kind) for kind in ("cpu", "cuda")}
@@ -88,12 +108,24 @@ def load_libraries() -> None:
         elif not library.path.exists():
             needs = "a C++ compiler" if library.kind == "cpu" else "nvcc"
             library.reason, library.remedy = "it was not built", f"with {needs} installed, {REBUILD}"
+        elif _is_cut(library.path):
+            library.reason, library.remedy = "its file is not whole", REBUILD
         else:
             try:
                 torch.ops.load_library(str(library.path))
                 library.loaded = True
             except OSError as error:
                 library.reason, library.remedy = f"it does not load: {error}", REBUILD
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether an ELF file ends before its last part, the table of sections: loading such a one kills the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+        return False  # the loader will say what it is
+    offset, size, count = (int.from_bytes(header[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    return path.stat().st_size < offset + size * count
 
 
 def _with_reference_notice(op: Op) -> Callable[..., Any]:
