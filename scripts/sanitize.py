@@ -1,0 +1,88 @@
+"""compute-sanitizer over every CUDA op: memcheck, racecheck, initcheck, synccheck; and a control that must be caught.
+
+python scripts/sanitize.py OUTPUT.json        needs a GPU and compute-sanitizer; 3 minutes on an H200
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from qwen_patch import ops
+from qwen_patch.benchmarks.results import environment
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+
+
+def run_every_op() -> int:
+    """Each op on each of its samples in each dtype; the number of calls."""
+    calls = 0
+    for op in ops.OPS.values():
+        for dtype in ops.DTYPES:
+            for args in op.samples(torch.device("cuda"), dtype):
+                op(*args)
+                calls += 1
+    torch.cuda.synchronize()
+    return calls
+
+
+def read_beyond_the_end() -> None:
+    """The control: an input whose memory is smaller than its shape says."""
+    x = torch.randn(1 << 20, device="cuda")
+    x.untyped_storage().resize_(64)
+    ops.silu_mul(x, x)
+    torch.cuda.synchronize()
+
+
+def sanitized(tool: str, what: str) -> tuple[int, str]:
+    """(findings, the output's last lines). Only this package's kernels are looked at, each tensor in its own memory."""
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=qwen_patch", sys.executable, __file__, what]
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    output = result.stdout + result.stderr
+    found = SUMMARY.search(output)
+    if found is None or (what == "--every-op" and "calls" not in output):
+        raise SystemExit(f"{tool} gave no summary:\n{output[-2000:]}")
+    return int(found[1]), output[-1500:]
+
+
+def main() -> None:
+    if sys.argv[1] == "--every-op":
+        print(run_every_op(), "calls")
+        return
+    if sys.argv[1] == "--control":
+        read_beyond_the_end()
+        return
+    version = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=True).stdout
+    results = {}
+    for tool in TOOLS:
+        start = time.time()
+        findings, tail = sanitized(tool, "--every-op")
+        results[tool] = {"findings": findings, "seconds": round(time.time() - start)}
+        print(tool, results[tool], tail if findings else "")
+    control, _ = sanitized("memcheck", "--control")
+    document = {
+        "benchmark": "compute-sanitizer",
+        "environment": environment(torch.device("cuda")),
+        "compute_sanitizer": version.strip().splitlines()[-1],
+        "ops": list(ops.OPS),
+        "dtypes": [str(d).removeprefix("torch.") for d in ops.DTYPES],
+        "calls": run_every_op(),
+        "findings": results,
+        "control_findings": control,
+    }
+    Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n")
+    if control == 0 or any(r["findings"] for r in results.values()):
+        raise SystemExit("findings, or a control that was not caught: see the lines above")
+
+
+if __name__ == "__main__":
+    main()
