@@ -1,15 +1,19 @@
-# make demo: set up and show the whole path on bundled models.   make test: set up and run the test suite.
+# make demo: set up and show the whole path on bundled models.   make test: set up and run the test suite,
+# make test-all with what is slow in it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/qwen-patch demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest -n auto -m "slow or not slow"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

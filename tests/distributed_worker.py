@@ -29,7 +29,10 @@ def main() -> None:
     assert torch.equal(answers(model, ids).logits, logits), "reference: not bitwise the stock model's"
     qwen_patch.patch_model(model)
     plan = qwen_patch.explain(model)
-    assert len(plan.replaced) == len(plan.decisions), str(plan)
+    # From 5.24 on, Transformers sets a forward of its own on q_norm and k_norm, which are then left alone.
+    theirs = "its forward has been replaced on the instance by transformers.distributed.tensor_parallel"
+    assert plan.replaced, str(plan)
+    assert all(d.replacement or d.reason == theirs for d in plan.decisions), str(plan)
     found = answers(model, ids).logits
     # float32, 3 layers: some tens of eps of the largest logit
     assert (found - logits).abs().max() <= 64 * 2**-23 * logits.abs().max()

@@ -188,9 +188,10 @@ def test_from_pretrained_with_a_device_map(family, tmp_path):
     assert torch.equal(answers(qwen_patch.unpatch_model(loaded), ids).logits, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.two_gpus)])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.slow)]
+)
 def test_tensor_parallel(family, place, tmp_path):
     """Two processes, each with half of every linear, over gloo or NCCL."""
     small_model(family).save_pretrained(tmp_path)
