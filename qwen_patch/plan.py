@@ -194,10 +194,10 @@ def _why_not_mlp(module: nn.Module) -> str | None:
 
 
 def _why_not_layer(module: nn.Module) -> str | None:
-    first, *found = list(inspect.signature(stock_class(module).forward).parameters)[1:]
-    if first == "hidden_states" and frozenset(found) in DECODER_LAYER_PARAMETERS:
+    found = list(inspect.signature(stock_class(module).forward).parameters)[1:]
+    if found[:1] == ["hidden_states"] and frozenset(found[1:]) in DECODER_LAYER_PARAMETERS:
         return None
-    return f"its forward takes other parameters: {', '.join([first, *found])}"
+    return f"its forward takes other parameters: {', '.join(found)}"
 
 
 def _compute_dtype(layer: nn.Module) -> torch.dtype | None:

@@ -7,11 +7,14 @@ folder=$1
 read -ra versions <<<"$2"
 shift 2
 cd "$(dirname "$0")/.."
-python3 -m venv "$folder/tools"
-"$folder/tools/bin/python" -m pip --disable-pip-version-check -q install uv
-"$folder/tools/bin/uv" venv -q "$folder/env"
-"$folder/tools/bin/uv" pip install -q --python "$folder/env/bin/python" "${versions[@]}" numpy packaging accelerate \
-  matplotlib rich typer pip setuptools wheel pytest pytest-xdist hypothesis parameterized peft hqq
+python3 -m venv "$folder/env"
+pip=("$folder/env/bin/python" -m pip --disable-pip-version-check -q install)
+packages=("${versions[@]}" numpy packaging accelerate matplotlib rich typer setuptools wheel
+  pytest pytest-xdist hypothesis parameterized peft hqq)
+# uv brings several GB in half a minute, pip in four; pip finds its way through more kinds of set-up.
+"${pip[@]}" uv
+"$folder/env/bin/uv" pip install -q --system-certs --python "$folder/env/bin/python" "${packages[@]}" ||
+  "${pip[@]}" "${packages[@]}"
 echo "== ${versions[*]} =="
 PYTHONPATH=. "$folder/env/bin/python" -m pytest -n auto "$@"
 rm -rf "$folder"

@@ -173,12 +173,46 @@ def validation() -> str:
     return table([*head, "mean error against float32: stock / patched", "undo bitwise", "passed"], rows)
 
 
+TESTS_SHOWN = {
+    "test_ops": "the ops: reference, float64, opcheck, gradients, all 65,536 16-bit values",
+    "test_patcher": "the residual graph, hooks, undo, every family",
+    "test_plan": "plans, golden files, what is left alone and why",
+    "test_transformers_suite": "Transformers' own common tests, on patched models",
+    "test_generation": "generate's modes, tokens compared with stock",
+    "test_life_cycle": "copies, checkpoints, dtypes, training, compile, export, threads",
+    "test_wrappers": "PEFT, device maps, offloading, tensor parallelism",
+    "test_fuzz": "property tests and random sequences of events",
+    "test_installation": "builds and libraries that go wrong",
+    "test_validation": "validate_qwen catches what it should",
+    "test_cli": "the commands",
+    "test_benchmarks": "the benchmarks' arithmetic",
+}
+
+
+def tests() -> str:
+    documents = [read(f"{path.parent.name}/tests.json") for path in sorted(RESULTS.glob("*/tests.json"))]
+    rows = []
+    for name, what in TESTS_SHOWN.items():
+        row = [what]
+        for document in documents:
+            counts = document["files"].get(name, {})
+            passed, failed, skipped = (counts.get(o, 0) for o in ("passed", "failed", "skipped"))
+            row.append(f"{passed} of {passed + failed}" + (f", {skipped} skipped" if skipped else ""))
+        rows.append(row)
+    heads = []
+    for document in documents:
+        env = document["environment"]
+        heads.append(f"{env['device_name']}, torch {env['torch']}, transformers {env['transformers']}, {env['commit']}")
+    return table(["tests passed", *heads], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "generate": generate,
     "ablations": ablations,
     "ops_cuda": ops_cuda,
     "ops_cpu": ops_cpu,
     "validation": validation,
+    "tests": tests,
 }
 
 
