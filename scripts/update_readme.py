@@ -65,9 +65,9 @@ def generate() -> str:
 
 def ablations() -> str:
     variants = ["mlp", "rms", "both", "static"]
-    rows, notes = [], []
-    for path in sorted(RESULTS.glob("h200/ablations_*.json")):
-        document = read(f"h200/{path.name}")
+    documents = [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/ablations_*.json"))]
+    rows = []
+    for document in documents:
         found = {row["variant"]: row for row in document["rows"]}
         row = [document["model"].removesuffix(" (random)"), f"{found['stock']['decode_tps']:.0f}"]
         for variant in variants:
@@ -75,14 +75,14 @@ def ablations() -> str:
             text = "parted from eager" if speed is None else f"{speed['ratio']:.2f}x"
             row.append(f"{found[variant]['decode_tps']:.0f} ({text})")
         rows.append(row)
-        notes.append(f"{conditions(document)}, {document['settings']['rounds']} rounds")
     head = [
         "decode tokens/s",
         "stock eager",
         *(f'fusion="{v}"' for v in variants[:-1]),
         "stock, static cache, compiled",
     ]
-    return f"Prompt 128, 64 new tokens. {notes[0]}.\n\n{table(head, rows)}"
+    first = f"{conditions(documents[0])}, {documents[0]['settings']['rounds']} rounds"
+    return f"Prompt 128, 64 new tokens. {first}.\n\n{table(head, rows)}"
 
 
 OPS_SHOWN = [

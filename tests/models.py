@@ -38,27 +38,18 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 TOKENS: dict[str, int] = {"image": 124, "video": 125, "vision_start": 126, "vision_end": 127}
+# The vision towers: what differs from VISION_SHAPE.
 VISION: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 64,
-        "fullatt_block_indexes": [1],
-        "window_size": 16,
-    },
-    "qwen3_vl": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 64,
-        "deepstack_visual_indexes": [0, 1],
-        "num_position_embeddings": 64,
-    },
+    "qwen2_5_vl": {"fullatt_block_indexes": [1], "window_size": 16},
+    "qwen3_vl": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+}
+VISION_SHAPE: dict[str, int] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": SHAPE["hidden_size"],
 }
 VISION_PIXELS = 3 * 2 * 4 * 4  # of one patch: channels, frames, height, width
 
@@ -70,7 +61,8 @@ def small_config(family: str, **config: Any) -> PretrainedConfig:
         return AutoConfig.for_model(family, **shape)
     attention = {key: shape.pop(key) for key in ("attn_implementation",) if key in shape}
     tokens = {f"{name}_token_id": number for name, number in TOKENS.items()}
-    return AutoConfig.for_model(family, text_config=shape, vision_config=VISION[family], **tokens, **attention)
+    vision = VISION_SHAPE | VISION[family]
+    return AutoConfig.for_model(family, text_config=shape, vision_config=vision, **tokens, **attention)
 
 
 def small_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **config: Any) -> PreTrainedModel:

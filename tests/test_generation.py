@@ -50,7 +50,6 @@ NEW_TOKENS = 20
 @functools.lru_cache(maxsize=4)
 def load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = load_model(name, device, dtype)
-    tokenizer.padding_side = "left"
     model.generation_config.eos_token_id = None  # every run is as long as it may be
     return model, tokenizer
 
@@ -60,6 +59,7 @@ class Subject:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.tokenizer = model, tokenizer
+        tokenizer.padding_side = "left"
 
     def inputs(self, texts: list[str]) -> dict[str, torch.Tensor]:
         return dict(self.tokenizer(texts, return_tensors="pt", padding=True).to(self.model.device))
@@ -124,10 +124,10 @@ def streamed(s: Subject) -> torch.Tensor:
     return result
 
 
-def continued(s: Subject, cache: Callable[[], Any] = DynamicCache) -> torch.Tensor:
+def continued(s: Subject) -> torch.Tensor:
     """A conversation: the cache of the first turn goes on into the second."""
-    inputs, used = s.single, cache()
-    first = s.generate(inputs, past_key_values=used, max_new_tokens=8)
+    used = DynamicCache()
+    first = s.generate(s.single, past_key_values=used, max_new_tokens=8)
     longer = torch.cat([first, s.inputs(TEXTS[2:])["input_ids"]], dim=1)
     return s.generate({"input_ids": longer}, past_key_values=used)
 
@@ -208,13 +208,9 @@ ON_A_GPU = {
 
 
 def run_both(subject: Subject, run: Callable[[Subject], Any], backend: str = "auto") -> tuple[Any, Any]:
-    qwen_patch.unpatch_model(subject.model)
     expected = run(subject)
-    qwen_patch.patch_model(subject.model, backend=backend)
-    try:
+    with qwen_patch.patched(subject.model, backend=backend):
         return expected, run(subject)
-    finally:
-        qwen_patch.unpatch_model(subject.model)
 
 
 @pytest.mark.parametrize("name", MODELS, ids=lambda name: Path(name).name)
@@ -276,7 +272,6 @@ def test_bfloat16_tokens_part_only_at_ties(name, mode, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_that_generate_returns(name, attention, dtype, device):
     model, tokenizer = load_model(name, device, dtype)
-    tokenizer.padding_side = "left"
     model.set_attn_implementation(attention)
     expected, found = run_both(Subject(model, tokenizer), everything_returned, "reference")
     assert found.keys() == expected.keys()
@@ -299,7 +294,6 @@ def subject_length(tokenizer: PreTrainedTokenizerBase) -> int:
 @pytest.mark.parametrize("mode", ["greedy", "continued", "prompt lookup"])
 def test_flash_attention(mode):
     model, tokenizer = load_model("tiny-qwen3", torch.device("cuda"), torch.bfloat16)
-    tokenizer.padding_side = "left"
     model.set_attn_implementation("flash_attention_2")
     expected, found = run_both(Subject(model, tokenizer), GREEDY[mode], "reference")
     assert torch.equal(found, expected)

@@ -28,8 +28,6 @@ common = common_tests()
 # model_type -> what the names of its classes begin with. The VL families have another kind of tester.
 PREFIXES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama", "mistral": "Mistral"}
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-# Tests that can't hold for a patched model, each with the reason. Keep it short.
-EXPECTED_TO_DIFFER: dict[str, str] = {}
 
 
 def suite_of(family: str) -> type[unittest.TestCase]:
@@ -99,8 +97,6 @@ def _logs_as_the_suite_expects_them():
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_patched_model_passes_what_a_stock_model_passes(family, name):
-    if name in EXPECTED_TO_DIFFER:
-        pytest.skip(EXPECTED_TO_DIFFER[name])
     stock = run(family, name)
     if stock.skipped:
         pytest.skip(f"stock: {stock.skipped[0][1]}")
