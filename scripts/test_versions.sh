@@ -8,13 +8,17 @@ read -ra versions <<<"$2"
 shift 2
 cd "$(dirname "$0")/.."
 python3 -m venv "$folder/env"
-pip=("$folder/env/bin/python" -m pip --disable-pip-version-check -q install)
-packages=("${versions[@]}" numpy packaging accelerate matplotlib rich typer setuptools wheel
-  pytest pytest-xdist hypothesis parameterized peft hqq)
-# uv brings several GB in half a minute, pip in four; pip finds its way through more kinds of set-up.
+python=$folder/env/bin/python
+pip=("$python" -m pip --disable-pip-version-check -q install)
 "${pip[@]}" uv
-"$folder/env/bin/uv" pip install -q --system-certs --python "$folder/env/bin/python" "${packages[@]}" ||
-  "${pip[@]}" "${packages[@]}"
+# What pyproject.toml asks for, to test and to build, beside the versions given.
+mapfile -t packages < <("$python" -c 'import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))
+needed = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["test"]
+print(*needed, sep="\n")')
+# uv brings several GB in half a minute, pip in four; pip finds its way through more kinds of set-up.
+"$folder/env/bin/uv" pip install -q --system-certs --python "$python" "${versions[@]}" "${packages[@]}" ||
+  "${pip[@]}" "${versions[@]}" "${packages[@]}"
 echo "== ${versions[*]} =="
-PYTHONPATH=. "$folder/env/bin/python" -m pytest -n auto "$@"
+PYTHONPATH=. "$python" -m pytest -n auto "$@"
 rm -rf "$folder"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from models import answers, small_model, token_ids
 
 import qwen_patch
@@ -181,6 +182,17 @@ def test_a_library_for_other_cards(monkeypatch, device):
     assert problem in qwen_patch.explain(model).notes[0]
     assert {m.backend for m in model.modules() if isinstance(m, Patched)} == {"reference"}
     assert (answers(model, ids).logits == expected).all()
+
+
+def test_an_op_called_on_another_card_than_its_library_is_for(monkeypatch, device):
+    monkeypatch.setattr(ops.NativeLibrary, "problem", lambda library, device: "it can't run on this card")
+    monkeypatch.setattr(ops.LIBRARIES[device.type], "warned", False)
+    gate = torch.randn(3, 5, device=device)
+    with pytest.warns(UserWarning, match=f"it can't run on this card.*ops on {device.type} run their slower") as caught:
+        found = [ops.silu_mul(gate, gate) for _ in range(2)]
+    assert len(caught) == 1
+    assert torch.equal(found[0], torch.nn.functional.silu(gate) * gate)
+    assert torch.equal(*found)
 
 
 @pytest.mark.cuda

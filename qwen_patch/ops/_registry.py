@@ -57,6 +57,10 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        library = LIBRARIES.get(tensors[0].device.type)
+        if library is not None and library.loaded and (problem := library.problem(tensors[0].device)):
+            library.warn_once(problem, tensors[0].device)
+            return self.reference(*args)
         wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         return (self.differentiable if wants_grad else self.no_grad)(*args)
 
@@ -84,6 +88,16 @@ class NativeLibrary:
             return None
         index = torch.cuda.current_device() if device.index is None else device.index
         return _cuda_problem(str(self.path), index)
+
+    def warn_once(self, reason: str, device: torch.device) -> None:
+        if not self.warned:
+            self.warned = True
+            what_to_do = f"; {self.remedy}" if self.remedy else ""
+            warnings.warn(
+                f"qwen_patch: the {self.kind} library is not in use ({reason}), ops on {device.type} run their slower "
+                f"PyTorch reference{what_to_do}",
+                stacklevel=3,
+            )
 
 
 @functools.cache
@@ -134,13 +148,8 @@ def _with_reference_notice(op: Op) -> Callable[..., Any]:
     def fallback(*args: Any) -> Any:
         device = next(a for a in args if isinstance(a, torch.Tensor)).device
         library = LIBRARIES.get(device.type)
-        if library is not None and not library.loaded and not library.warned:
-            library.warned = True
-            warnings.warn(
-                f"qwen_patch: the {library.kind} library is not in use ({library.reason}), ops on {device.type} run "
-                f"their slower PyTorch reference; {library.remedy}",
-                stacklevel=2,
-            )
+        if library is not None and not library.loaded:
+            library.warn_once(library.reason, device)
         return op.reference(*args)
 
     return fallback
