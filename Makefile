@@ -19,12 +19,12 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/update_readme.py --check
-	$(BIN)/clang-format --dry-run --Werror csrc/*/*
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc -type f)
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*/*
+	$(BIN)/clang-format -i $$(find csrc -type f)
 
 # The set-up, again when what it installs from has changed. The package is installed in place: edits count at once.
 $(VENV)/installed: pyproject.toml setup.py scripts/setup_environment.sh $(wildcard csrc/*/*)

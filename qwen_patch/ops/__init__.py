@@ -10,6 +10,7 @@ from ._registry import DTYPES, LIBRARIES, OPS, Cost, NativeLibrary, Op, fusable,
 load_libraries()
 
 from .add_rms_norm import add_rms_norm  # noqa: E402
+from .decode_step import decode_step  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
 from .silu_and_mul import silu_and_mul  # noqa: E402
 from .silu_mul import silu_mul  # noqa: E402
@@ -42,6 +43,7 @@ __all__ = [
     "Op",
     "OpTable",
     "add_rms_norm",
+    "decode_step",
     "fusable",
     "rms_norm",
     "silu_and_mul",

@@ -1,0 +1,112 @@
+// What a decode step is told: the model's weights, the session's buffers. Filled by decode_step.cu, read by the kernel.
+#pragma once
+
+#include "../common.cuh"
+
+namespace qwen_patch::cuda::decode {
+
+// One row of the table of pointers, in the order of ops/decode_step.py's LAYER_WEIGHTS. Biases and the norms of q and k
+// are null where a family has none.
+template <typename T>
+struct LayerWeights {
+  const T *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *post_norm, *gate, *up, *down;
+};
+
+template <typename T>
+struct Step {
+  const LayerWeights<T>* layers;
+  const T *embedding, *final_norm, *lm_head, *cos, *sin;
+  int layer_count, H, I, V, heads, kv_heads;
+  float eps, inverse_H, scale;  // of the norms; 1 / H; of q.k, times log2(e)
+
+  int B;     // rows of the batch
+  T* cache;  // [layer, 2, B, kv_heads, capacity, D]
+  int capacity;
+  int64_t* tokens;   // [B]: in, the token to read; out, if greedy, the next one
+  int64_t* history;  // [B, history_stride]: where the tokens chosen are kept
+  int history_stride;
+  int* state;  // {round, column of history, then B lengths: tokens in the cache}
+  int greedy;
+  T* logits;  // [B, V]
+
+  unsigned *qkv, *parts, *hidden, *activation;  // exchanged words
+  uint4 *part_scales, *best;
+  int max_splits, split_keys;  // at most so many parts a context is cut into; keys a part has at least, where it can
+
+  // shared memory
+  int slots, x_chunks, tile_group, in_flight;
+};
+
+struct Span {
+  int first, count;
+};
+// The share of n rows that this block has.
+__device__ __forceinline__ Span share_of(int n) {
+  int g = static_cast<int>(gridDim.x), b = static_cast<int>(blockIdx.x);
+  int first = static_cast<int>(static_cast<int64_t>(n) * b / g),
+      end = static_cast<int>(static_cast<int64_t>(n) * (b + 1) / g);
+  return {first, end - first};
+}
+
+// This block's rows of one stage's weights, as octets of at most 8 rows: one matrix, or q, k and v one after the other,
+// or gate and up in turns, so that a tile of two octets has both sides of silu(gate) * up.
+template <typename T>
+struct Rows {
+  const T *a, *b, *c;
+  Span span_a, span_b;  // that of c is b's
+  int octets;
+  bool paired;
+
+  __device__ static Rows one(const T* w, Span s) { return {w, w, w, s, {0, 0}, octets_of(s), false}; }
+  __device__ static Rows pair(const T* a, const T* b, Span s) { return {a, b, b, s, s, 2 * octets_of(s), true}; }
+  __device__ static Rows three(const T* a, Span sa, const T* b, const T* c, Span sb) {
+    return {a, b, c, sa, sb, octets_of(sa) + 2 * octets_of(sb), false};
+  }
+  __device__ static int octets_of(Span s) { return (s.count + 7) / 8; }
+
+  __device__ const T* weight(int matrix) const { return matrix == 0 ? a : matrix == 1 ? b : c; }
+  // Octet i: which matrix, its first row there, how many rows.
+  __device__ __forceinline__ void at(int i, int& matrix, int& row, int& n) const {
+    int na = octets_of(span_a), nb = octets_of(span_b);
+    if (paired) {
+      matrix = i & 1;
+      i >>= 1;
+    } else {
+      matrix = i < na ? 0 : i < na + nb ? 1 : 2;
+      i -= matrix == 0 ? 0 : matrix == 1 ? na : na + nb;
+    }
+    row = (matrix == 0 ? span_a.first : span_b.first) + i * 8;
+    n = min(8, (matrix == 0 ? span_a.count : span_b.count) - i * 8);
+  }
+};
+
+// What this block has of every stage; computed once, because a division takes a stage's time.
+struct Shares {
+  Span q, kv, hidden, inner, vocabulary;
+  int splits;                // parts of the context
+  int b, head, part;         // this block's unit of attention; part = -1 where it has none
+  int position, begin, end;  // of the new token; of the part's keys
+  int warps, heads_at_once;  // that have keys; whose results have room
+
+  // How many parts: those that split_keys asks for, for the longest of the batch.
+  template <typename T>
+  __device__ void init(const Step<T>& p, int D, int room) {
+    q = share_of(p.heads * D), kv = share_of(p.kv_heads * D);
+    hidden = share_of(p.H), inner = share_of(p.I), vocabulary = share_of(p.V);
+    splits = 1;
+#pragma unroll 1
+    for (int i = 0; i < p.B; ++i)
+      splits = max(splits, min(p.max_splits, (p.state[2 + i] + p.split_keys) / p.split_keys));
+    int unit = static_cast<int>(blockIdx.x);
+    part = -1;
+    if (unit >= p.B * p.kv_heads * splits) return;
+    part = unit % splits, head = unit / splits % p.kv_heads, b = unit / splits / p.kv_heads;
+    position = p.state[2 + b];
+    int n = position + 1, each = ((n + splits - 1) / splits + 15) & ~15;
+    begin = min(n, part * each), end = min(n, begin + each);
+    warps = min(16, (end - begin + 15) / 16);
+    heads_at_once = min(p.heads / p.kv_heads, room / (max(warps, 1) * D));
+  }
+};
+
+}  // namespace qwen_patch::cuda::decode

@@ -1,0 +1,74 @@
+"""decode_step: one new token for each of 1 to 8 sequences, the whole decoder as one kernel (csrc/cuda/decode/).
+
+Unlike the other ops it works on a session's buffers, in place, and returns nothing: it is meant to be captured in a
+CUDA graph and replayed. CUDA only, bfloat16 or float16, sm_80 or later; generation/eligibility.py tells what fits it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._registry import _TORCH_LIBRARY
+
+# A layer's row in the table of pointers; 0 where a family has none. csrc/cuda/decode/program.cuh has the same order.
+LAYER_WEIGHTS = (
+    "input_norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
+    "post_norm", "gate", "up", "down",
+)  # fmt: skip
+MAX_BATCH = 8
+MAX_GROUP = 8  # query heads that share a key-value head
+HEAD_DIMS = (32, 64, 96, 128)
+MAX_HIDDEN = 8192
+MAX_ROWS_A_BLOCK = 64  # of the hidden size
+
+_TORCH_LIBRARY.define(
+    "decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin, "
+    "Tensor(a!) tokens, Tensor(b!) cache, Tensor(c!) exchange, Tensor(d!) state, Tensor(e!) history, "
+    "Tensor(f!) logits, int heads, int intermediate, float eps, float scale, bool greedy, int max_splits, "
+    "int split_keys, int slots, int in_flight) -> ()"
+)
+
+
+def exchange_words(batch: int, hidden: int, intermediate: int, q: int, kv: int, splits: int, blocks: int) -> int:
+    """Size of the `exchange` buffer, in int32: what the multiprocessors hand each other. It must start as zeros."""
+    qkv, parts = batch * (q + 2 * kv), splits * batch * q
+    return qkv + parts + parts // 8 + batch * (hidden + intermediate) + blocks * MAX_BATCH * 4
+
+
+def decode_step(
+    layers: torch.Tensor,
+    embedding: torch.Tensor,
+    final_norm: torch.Tensor,
+    lm_head: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    tokens: torch.Tensor,
+    cache: torch.Tensor,
+    exchange: torch.Tensor,
+    state: torch.Tensor,
+    history: torch.Tensor,
+    logits: torch.Tensor,
+    *,
+    heads: int,
+    intermediate: int,
+    eps: float,
+    scale: float,
+    greedy: bool,
+    max_splits: int,
+    split_keys: int,
+    slots: int = 0,
+    in_flight: int = 0,
+) -> None:
+    """One step. B sequences, L layers, H hidden, D head_dim, V vocabulary; weights and cache of one 16-bit dtype.
+
+    layers: [L, 14] int64, addresses of the weights in LAYER_WEIGHTS' order. embedding, lm_head: [V, H]. cos, sin:
+    [positions, D]. tokens: [B] int64, the tokens to read; with `greedy` the next ones take their place, and column
+    state[1] of history [B, N]. cache: [L, 2, B, kv_heads, capacity, D]: the new keys and values are written at
+    state[2 + b]. exchange: see `exchange_words`. state: int32 [2 + B]: {round, column, length of each sequence}; the
+    step adds 1 to all. logits: [B, V], written. scale: of q.k. slots, in_flight: of the ring of weights; 0 means
+    as many as fit. Rounding is the stock model's at every point (an exact fp32 sum in another order otherwise).
+    """
+    torch.ops.qwen_patch.decode_step(
+        layers, embedding, final_norm, lm_head, cos, sin, tokens, cache, exchange, state, history, logits, heads,
+        intermediate, eps, scale, greedy, max_splits, split_keys, slots, in_flight,
+    )  # fmt: skip
