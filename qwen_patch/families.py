@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RMS_NORM, MLP, DECODER_LAYER = "rms_norm", "mlp", "decoder_layer"
+CAUSAL_LM = "causal_lm"  # whose generate the decode runtime takes over
 SITES = (RMS_NORM, MLP, DECODER_LAYER)
 
 
@@ -19,6 +20,7 @@ class Family:
     mlp: str
     decoder_layer: str
     attention_norms: tuple[str, ...] = ()  # RMSNorms inside the attention, as attributes of it
+    causal_lm: str | None = None  # the class with the head, where the decode runtime knows the model
     experts: str | None = None  # the class of a sparse block of experts, which may stand where an MLP does
 
     # The parts of a decoder layer, and of the model that holds the layers; all families supported so far agree.
@@ -45,13 +47,13 @@ QK_NORMS = ("q_norm", "k_norm")
 FAMILIES = {
     family.model_type: family
     for family in (
-        _family("qwen2", "Qwen2"),  # Qwen2 and Qwen2.5
-        _family("qwen3", "Qwen3", attention_norms=QK_NORMS),
+        _family("qwen2", "Qwen2", causal_lm="Qwen2ForCausalLM"),  # Qwen2 and Qwen2.5
+        _family("qwen3", "Qwen3", attention_norms=QK_NORMS, causal_lm="Qwen3ForCausalLM"),
         _family("qwen3_moe", "Qwen3Moe", attention_norms=QK_NORMS, experts="Qwen3MoeSparseMoeBlock"),
         _family("qwen2_5_vl", "Qwen2_5_VL", mlp="Qwen2MLP"),  # the text tower; its norms stand in the vision tower too
         _family("qwen3_vl", "Qwen3VLText", attention_norms=QK_NORMS),  # the text tower
-        _family("llama", "Llama"),
-        _family("mistral", "Mistral"),
+        _family("llama", "Llama", causal_lm="LlamaForCausalLM"),
+        _family("mistral", "Mistral", causal_lm="MistralForCausalLM"),
     )
 }
 

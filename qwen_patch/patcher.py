@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
 
-from .modules import Patched, patched_class
+from .modules import FastGenerate, Patched, patched_class
 from .modules.decoder_layer import NEXT_NORM
 from .plan import Plan, make_plan
 from .recipes import RECIPES
@@ -17,18 +18,20 @@ PLAN = "_qwen_patch_plan"
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch_model(model: Model, *, fusion: str = "both", backend: str = "auto") -> Model:
+def patch_model(model: Model, *, fusion: str = "both", backend: str = "auto", generation: str = "auto") -> Model:
     """Makes `model` faster at inference, with the same answers, in place; returns the same object.
 
     fusion: "both" (norms, residual adds and MLP), or one of the ablations "rms", "mlp", "none".
     backend: "auto" (the kernels of the device that a tensor is on), "cuda" or "cpu" (these, or an error), or
     "reference" (the stock expressions in PyTorch, for comparison).
+    generation: "auto" (`generate` through the decode runtime, on CUDA, where the call allows it: `explain` tells) or
+    "stock" (Transformers' own loop over the fused modules, as in every ablation).
 
     Only this instance changes. Parameters, state_dict, hooks and what the model returns stay what they were; `explain`
     tells what was replaced and what not. Patching again with the same arguments does nothing, with others it re-plans.
     Raises PatchError, with the model as it was, where nothing can be done.
     """
-    plan = make_plan(model, fusion, backend)
+    plan = make_plan(model, fusion, backend, generation)
     if current_plan(model) == plan:
         return model
     unpatch_model(model)
@@ -40,6 +43,8 @@ def patch_model(model: Model, *, fusion: str = "both", backend: str = "auto") ->
                 next_layer = model.get_submodule(decision.next_layer) if decision.next_layer else None
                 wired = (model.get_submodule(decision.next_norm), next_layer)
                 model.get_submodule(decision.name).__dict__[NEXT_NORM] = wired
+        if plan.generation.replacement:
+            _replace(model, plan.generation.name, FastGenerate, plan.backend)
         model.__dict__[PLAN] = plan
     except BaseException:
         unpatch_model(model)
@@ -68,20 +73,23 @@ def current_plan(model: nn.Module) -> Plan | None:
 
 def explain(model: nn.Module) -> Plan:
     """What was replaced in a patched model, what was not, and why; for a stock model, what `patch_model` would do."""
-    return current_plan(model) or make_plan(model)
+    plan = current_plan(model) or make_plan(model)
+    reasons = {m.last_reason for m in model.modules() if isinstance(m, FastGenerate) and m.last_reason}
+    calls = tuple(f"the last generate ran Transformers' own loop: {reason}" for reason in sorted(reasons))
+    return replace(plan, notes=plan.notes + calls)
 
 
 @contextmanager
-def patched(model: Model, *, fusion: str = "both", backend: str = "auto") -> Iterator[Model]:
+def patched(model: Model, *, fusion: str = "both", backend: str = "auto", generation: str = "auto") -> Iterator[Model]:
     """`with patched(model, fusion="mlp"):` the model is patched inside, and afterwards what it was before."""
     before = current_plan(model)
-    patch_model(model, fusion=fusion, backend=backend)
+    patch_model(model, fusion=fusion, backend=backend, generation=generation)
     try:
         yield model
     finally:
         unpatch_model(model)
         if before is not None:
-            patch_model(model, fusion=before.fusion, backend=before.backend)
+            patch_model(model, fusion=before.fusion, backend=before.backend, generation=before.asked_generation)
 
 
 def _replace(model: nn.Module, name: str, replacement: type[Patched], backend: str) -> None:

@@ -12,13 +12,14 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
-from .families import DECODER_LAYER, DECODER_LAYER_PARAMETERS, FAMILIES, MLP, RMS_NORM, Family
+from .families import CAUSAL_LM, DECODER_LAYER, DECODER_LAYER_PARAMETERS, FAMILIES, MLP, RMS_NORM, SITES, Family
 from .modules import stock_class
 from .ops import BACKENDS, DTYPES, LIBRARIES
 from .recipes import RECIPES
 
 # The oldest and the first untested version of Transformers: the decoder layer's forward is re-written here.
 TRANSFORMERS_FROM, TRANSFORMERS_BEFORE = Version("5.17"), Version("5.25")
+GENERATIONS = ("auto", "stock")
 SILU_CLASSES = ("SiLUActivation", "SiLU")
 
 
@@ -48,10 +49,23 @@ class Plan:
     backend: str
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...] = ()
+    generation: Decision | None = None  # of the loop of `generate`
 
     @property
     def replaced(self) -> tuple[Decision, ...]:
         return tuple(d for d in self.decisions if d.replacement is not None)
+
+    @property
+    def asked_generation(self) -> str:
+        """The `generation` that makes this plan again."""
+        return "stock" if self.generation is not None and self.generation.reason == "generation=stock" else "auto"
+
+    @property
+    def generation_line(self) -> str:
+        """What runs the loop of `generate`, for people."""
+        if self.generation is None or self.generation.replacement is None:
+            return f"Transformers' own loop ({self.generation.reason if self.generation else 'not looked at'})"
+        return f"{self.generation.replacement}, the decode runtime"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,12 +79,13 @@ class Plan:
         head = f"{self.model} ({self.family}), fusion={self.fusion}, backend={self.backend}: "
         head += f"{len(self.replaced)} of {len(self.decisions)} modules replaced"
         rows = [f"  {count:4d} x {site:14s} {what:20s} {why}".rstrip() for site, what, why, count in self.summary()]
+        rows += [f"  generate: {self.generation_line}"]
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
 
-def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto") -> Plan:
+def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto", generation: str = "auto") -> Plan:
     """Looks at every module of `model` that is, or stands where, a supported site is. Writes nothing.
 
     A model that is patched already is planned as if it were stock. Raises PatchError where the arguments are unknown,
@@ -80,6 +95,8 @@ def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto") -> 
         raise PatchError(f"unknown fusion {fusion!r}: supported are {', '.join(RECIPES)}")
     if backend not in BACKENDS:
         raise PatchError(f"unknown backend {backend!r}: supported are {', '.join(BACKENDS)}")
+    if generation not in GENERATIONS:
+        raise PatchError(f"unknown generation {generation!r}: supported are {', '.join(GENERATIONS)}")
     check_transformers()
     family = _find_family(model)
     backend, notes = _choose_backend(model, backend)
@@ -93,11 +110,31 @@ def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto") -> 
         decisions[name] = Decision(name, site, replacement, reason)
     _check_dtypes(model, decisions)
     _connect_layers(family, decisions)
-    plan = Plan(type(model).__name__, family.model_type, fusion, backend, tuple(decisions.values()), notes)
+    loop = _generation(model, family, recipe, backend, generation)
+    plan = Plan(type(model).__name__, family.model_type, fusion, backend, tuple(decisions.values()), notes, loop)
     if recipe and not plan.replaced:
         reasons = "; ".join(sorted({f"{d.site}: {d.reason}" for d in plan.decisions}))
         raise PatchError(f"nothing to replace in this {plan.model} with fusion={fusion}: {reasons}")
     return plan
+
+
+def _generation(model: nn.Module, family: Family, recipe: dict, backend: str, asked: str) -> Decision:
+    """Whether `generate` may go through the decode runtime. Which call does is decided at the call."""
+    wanted = (family.module, family.causal_lm)
+    classes = ((name, m, stock_class(m)) for name, m in model.named_modules())
+    name, module = next(((n, m) for n, m, cls in classes if (cls.__module__, cls.__name__) == wanted), ("", None))
+    reason = None
+    if asked == "stock":
+        reason = "generation=stock"
+    elif module is None:
+        reason = f"the runtime does not know {family.model_type} with a head"
+    elif set(recipe) != set(SITES):
+        reason = "the runtime does the work of all fusions: not part of an ablation"
+    elif backend == "reference":
+        reason = "backend=reference"
+    elif "forward" in module.__dict__:
+        reason = "its forward has been replaced on the instance"
+    return Decision(name, CAUSAL_LM, None if reason else "FastGenerate", reason)
 
 
 def check_transformers() -> None:

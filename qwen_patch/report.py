@@ -23,6 +23,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     for site, what, why, count in plan.summary():
         table.add_row(site, str(count), what, why)
     console.print(table)
+    console.print(f"generate: {plan.generation_line}")
     for note in plan.notes:
         console.print(f"note: {note}")
 

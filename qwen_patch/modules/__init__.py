@@ -1,8 +1,9 @@
 """The replacement forwards, one file a site."""
 
 from .base import Patched, patched_class, stock_class
+from .causal_lm import FastGenerate
 from .decoder_layer import FusedDecoderLayer
 from .mlp import FusedMLP
 from .norm import FusedRMSNorm
 
-__all__ = ["FusedDecoderLayer", "FusedMLP", "FusedRMSNorm", "Patched", "patched_class", "stock_class"]
+__all__ = ["FastGenerate", "FusedDecoderLayer", "FusedMLP", "FusedRMSNorm", "Patched", "patched_class", "stock_class"]

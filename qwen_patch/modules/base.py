@@ -34,6 +34,10 @@ class Patched(nn.Module):
     wiring: ClassVar[tuple[str, ...]] = ()  # keys of __dict__ that the patch adds, and undo takes away
     transient: ClassVar[tuple[str, ...]] = ()  # of these, the ones that live within a forward only
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        """`type(model)(config)` and `type(model).from_pretrained(...)` make stock objects: one instance is patched."""
+        return cls.stock(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> tuple:
         state = {key: value for key, value in self.__dict__.items() if key not in self.transient}
         return _new, (self.replacement, self.stock, self.backend), state
@@ -58,7 +62,7 @@ def patched_class(replacement: type[Patched], stock: type[nn.Module], backend: s
 
 def _new(replacement: type[Patched], stock: type[nn.Module], backend: str) -> Patched:
     cls = patched_class(replacement, stock, backend)
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:

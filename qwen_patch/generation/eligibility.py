@@ -1,0 +1,162 @@
+"""Which models and which calls of generate the decode runtime takes; for the others, why not, in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import logits_process, stopping_criteria
+
+from ..modules.base import is_hooked, stock_class
+from ..ops import LIBRARIES
+from ..ops.decode_step import HEAD_DIMS, MAX_BATCH, MAX_GROUP, MAX_HIDDEN, MAX_ROWS_A_BLOCK
+
+# Processors that work on the scores of the GPU alone, so that a graph can hold them. Exact classes: a subclass may do
+# anything.
+PROCESSORS = (
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+)
+CRITERIA = (
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+)
+# Rotary embeddings that depend on the position only, not on how long the sequence has become.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+RECORDER = "transformers.utils.output_capturing"
+# What generate may hand to the model beside the tokens: the runtime needs no more than the mask.
+MODEL_KWARGS = {
+    "attention_mask", "position_ids", "use_cache", "past_key_values", "cache_position", "logits_to_keep", "tokenizer",
+}  # fmt: skip
+
+
+def reason_against_model(model: nn.Module) -> str | None:
+    """Why the runtime can't run this model as it is now; None if it can."""
+    return _of_device(model) or _of_config(model.config) or _of_modules(model) or _of_shapes(model)
+
+
+def _of_device(model: nn.Module) -> str | None:
+    weight = model.get_input_embeddings().weight
+    if weight.device.type != "cuda":
+        return f"the model is on {weight.device.type}, and the runtime is for CUDA"
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"its weights are {weight.dtype}, not bfloat16 or float16"
+    library = LIBRARIES["cuda"]
+    if not library.loaded or (problem := library.problem(weight.device)):
+        return f"the cuda library is not in use: {library.reason if not library.loaded else problem}"
+    major, minor = torch.cuda.get_device_capability(weight.device)
+    return None if major >= 8 else f"the GPU is of sm_{major}{minor}, not sm_80 or later"
+
+
+def _of_config(config: Any) -> str | None:
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        return "some layers have a sliding window"
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
+        return "its attention has a sliding window"
+    if config._attn_implementation not in ATTENTION:
+        return f"its attention is {config._attn_implementation!r}"
+    if config.output_attentions or config.output_hidden_states:
+        return "its config asks for attentions or hidden states"
+    return None
+
+
+def _of_modules(model: nn.Module) -> str | None:
+    """The kernel stands for every module at once, so none may do more than its stock class."""
+    for name, module in model.named_modules():
+        if _is_watched(module):
+            return f"{name or 'the model'} has hooks"
+        if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+            return f"the forward of {name or 'the model'} has been replaced on the instance"
+        if module.training:
+            return "the model is in training mode"
+        cls = stock_class(module)
+        if cls.__module__.startswith("torch.nn.modules.") and cls in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU):
+            continue
+        if not cls.__module__.startswith(("transformers.models.", "transformers.activations")):
+            return f"{name} is a {cls.__module__}.{cls.__name__}"
+    rope = model.model.rotary_emb
+    if getattr(rope, "rope_type", None) not in ROPE_TYPES:
+        return f"its rotary embedding is of type {getattr(rope, 'rope_type', 'unknown')!r}"
+    return None
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody's hooks watch the module. Transformers' own, which it leaves there after it has once returned
+    hidden states or attentions, do nothing unless it is asked for them again."""
+    if not is_hooked(module):
+        return False
+    recorders = [h for h in module._forward_hooks.values() if getattr(h, "__module__", "") == RECORDER]
+    return bool(module._forward_pre_hooks) or len(recorders) < len(module._forward_hooks) or not module._forward_hooks
+
+
+def _of_shapes(model: nn.Module) -> str | None:
+    embedding, layers = model.get_input_embeddings().weight, model.model.layers
+    blocks = torch.cuda.get_device_properties(embedding.device).multi_processor_count
+    hidden = embedding.shape[1]
+    attention, mlp = layers[0].self_attn, layers[0].mlp
+    head_dim, group = attention.head_dim, attention.num_key_value_groups
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp.gate_proj.weight.shape[0]}
+    sizes["heads x head_dim"] = attention.q_proj.weight.shape[0]
+    for name, size in sizes.items():
+        if size % 32 or size < blocks:
+            return f"{name} is {size}: the kernel needs a multiple of 32 from {blocks} up"
+    if hidden > min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks):
+        return f"hidden_size is {hidden}: the kernel takes up to {min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks)}"
+    if head_dim not in HEAD_DIMS or group > MAX_GROUP:
+        return f"head_dim {head_dim} with {group} query heads a key-value head is not supported"
+    for name, weight in model.named_parameters():
+        if weight.dtype != embedding.dtype or weight.device != embedding.device or type(weight) is not nn.Parameter:
+            return f"{name} is a {type(weight).__name__} of {weight.dtype} on {weight.device}"
+        if not weight.is_contiguous() or weight.data_ptr() % 16:
+            return f"{name} is not contiguous, or not aligned to 16 bytes"
+    biased = [f"{n}.bias" for n in ("o_proj",) if getattr(attention.o_proj, "bias", None) is not None]
+    biased += [f"{n}.bias" for n, m in mlp.named_children() if getattr(m, "bias", None) is not None]
+    return f"it has {biased[0]}" if biased else None
+
+
+def reason_against_call(
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Why the runtime can't take this call of generate's sampling loop; None if it can."""
+    if len(input_ids) > MAX_BATCH:
+        return f"{len(input_ids)} sequences at once: the kernel takes up to {MAX_BATCH}"
+    if synced_gpus:
+        return "several GPUs generate in step"
+    if config.return_dict_in_generate:
+        return "return_dict_in_generate is set"
+    if config.is_assistant:
+        return "the model assists another one"
+    for kind, found, known in (
+        ("logits processor", processors, PROCESSORS),
+        ("stopping criterion", criteria, CRITERIA),
+    ):
+        other = next((type(item).__name__ for item in found if type(item) not in known), None)
+        if other is not None:
+            return f"the {kind} {other} needs the host at every token"
+    cache = model_kwargs.get("past_key_values")
+    if type(cache) is not DynamicCache or cache.offloading or {type(layer) for layer in cache.layers} - {DynamicLayer}:
+        return f"the cache is a {type(cache).__name__}, not the default one"
+    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0:
+        return "a cache was given"
+    other = next((k for k, v in model_kwargs.items() if k not in MODEL_KWARGS and v is not None), None)
+    if other is not None:
+        return f"{other} was given"
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast is on"
+    if torch.compiler.is_compiling():
+        return "it is being compiled"
+    return None

@@ -1,0 +1,154 @@
+"""The decode runtime: generate's sampling loop with the token chosen on the GPU and the host a few tokens behind it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
+
+from .eligibility import reason_against_call, reason_against_model
+from .session import Session, choose, weights_of
+
+logger = logging.getLogger("qwen_patch")
+AHEAD = 4  # tokens that the GPU may be ahead of the host, which looks for the end
+MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
+SMALLEST_CAPACITY = 256
+
+
+class Runtime:
+    """What one model's generate keeps between calls."""
+
+    def __init__(self) -> None:
+        self.sessions: OrderedDict[Any, Session] = OrderedDict()
+        self.lock = threading.Lock()
+        self.weights: list[Any] = []
+        self.last_reason: str | None = None
+        self.told: set[str] = set()
+
+    def why_not(self, model: nn.Module, *call: Any) -> str | None:
+        """Why a call goes to Transformers' own loop; said once a reason, and kept for `explain`."""
+        self.last_reason = reason_against_model(model) or reason_against_call(*call)
+        if self.last_reason is not None and self.last_reason not in self.told:
+            self.told.add(self.last_reason)
+            logger.info("generate runs Transformers' own loop: %s", self.last_reason)
+        return self.last_reason
+
+    def session(self, model: nn.Module, rows: int, length: int, processors: Any, do_sample: bool) -> Session:
+        """For `rows` sequences of up to `length` tokens: one from before, if the model is still what it was."""
+        weights = weights_of(model)
+        if weights != self.weights:
+            self.sessions.clear()
+            self.weights = weights
+        capacity = SMALLEST_CAPACITY
+        while capacity < length:
+            capacity *= 2
+        key = (rows, capacity, do_sample, _signature(processors))
+        found = self.sessions.pop(key, None)
+        if found is None:
+            while len(self.sessions) >= MAX_SESSIONS:
+                self.sessions.popitem(last=False)
+            found = Session(model, rows, capacity, processors, do_sample)
+        self.sessions[key] = found
+        return found
+
+
+def _signature(processors: LogitsProcessorList) -> tuple:
+    """Tells lists of processors apart that a graph can't share."""
+    return tuple((type(p).__name__, *sorted((k, _plain(v)) for k, v in vars(p).items())) for p in processors)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value if not isinstance(value, list) else tuple(value)
+
+
+def generate(
+    model: nn.Module,
+    session: Session,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """generate's sampling loop; returns input_ids with the new tokens, as it does."""
+    cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    starts = [0] * len(input_ids) if mask is None else (mask != 0).long().argmax(-1).tolist()
+    session.start(cache, starts, input_ids)
+    scores = processors(input_ids, outputs.logits[:, -1].float())
+    session.put(choose(scores, session.do_sample))
+    cache.layers.clear()
+    del outputs, scores, cache
+
+    rows = _Rows(input_ids, criteria, config)
+    for tokens in _tokens(session, rows.room):
+        shown = rows.add(tokens)
+        if streamer is not None:
+            streamer.put(shown)
+        if rows.done:
+            break
+    if streamer is not None:
+        streamer.end()
+    return rows.result()
+
+
+def _tokens(session: Session, most: int) -> Iterator[torch.Tensor]:
+    """The rows' tokens on the host, step after step, with the GPU AHEAD steps ahead."""
+    under_way: deque[Callable[[], torch.Tensor]] = deque()
+    for i in range(most):
+        if i:
+            session.step()
+        under_way.append(session.send())
+        if len(under_way) > AHEAD:
+            yield under_way.popleft()()
+    while under_way:
+        yield under_way.popleft()()
+
+
+class _Rows:
+    """The sequences as the host knows them: which have ended, and what they hold."""
+
+    def __init__(self, input_ids: torch.Tensor, criteria: StoppingCriteriaList, config: GenerationConfig) -> None:
+        self.input_ids, self.new = input_ids, []
+        self.room = max(1, criteria.max_length - input_ids.shape[1])
+        self.unfinished = torch.ones(len(input_ids), dtype=torch.long)
+        ends = [item.eos_token_id for item in criteria if hasattr(item, "eos_token_id")]
+        self.ends = torch.cat([e.flatten().cpu() for e in ends]) if ends else None
+        self.pad = int(config._pad_token_tensor) if ends else None
+        self.deadlines = [c.initial_timestamp + c.max_time for c in criteria if type(c) is MaxTimeCriteria]
+        self.strings = [c for c in criteria if type(c) is StopStringCriteria]
+        self.seen = input_ids.cpu() if self.strings else None
+
+    def add(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Takes one token a row; returns them with those of finished rows replaced by padding."""
+        if self.ends is not None:
+            tokens = tokens * self.unfinished + self.pad * (1 - self.unfinished)
+        self.new.append(tokens)
+        over = torch.zeros(len(tokens), dtype=torch.bool)
+        if self.ends is not None:
+            over |= torch.isin(tokens, self.ends)
+        if self.strings:
+            self.seen = torch.cat([self.seen, tokens[:, None]], dim=1)
+            for item in self.strings:
+                over |= item(self.seen, None)
+        if any(time.time() > deadline for deadline in self.deadlines):
+            over[:] = True
+        self.unfinished &= ~over
+        return tokens
+
+    @property
+    def done(self) -> bool:
+        return len(self.new) >= self.room or not self.unfinished.any()
+
+    def result(self) -> torch.Tensor:
+        new = torch.stack(self.new, dim=1).to(self.input_ids.device)
+        return torch.cat([self.input_ids, new], dim=1)

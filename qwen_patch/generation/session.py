@@ -1,0 +1,168 @@
+"""A session: the buffers of one batch being decoded, and the CUDA graph that moves it on by one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, LogitsProcessorList
+
+from ..ops.decode_step import LAYER_WEIGHTS, decode_step, exchange_words
+
+MAX_SPLITS = 16  # parts that a context is cut into; every reader of the result reads them all
+SPLIT_KEYS = 64  # keys that a part has at least: 8 and 16 parts of 16 were slower than 2 of 64 at 128 tokens
+
+
+def layer_pointers(model: nn.Module) -> list[list[int]]:
+    """The addresses that `decode_step` reads: a row a layer, in LAYER_WEIGHTS' order, 0 where a family has none."""
+
+    def address(module: nn.Module | None, name: str = "weight") -> int:
+        tensor = getattr(module, name, None)
+        return 0 if tensor is None else tensor.data_ptr()
+
+    rows = []
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        found = {name: address(getattr(attention, f"{name}_proj")) for name in "qkvo"}
+        found |= {f"{name}_bias": address(getattr(attention, f"{name}_proj"), "bias") for name in "qkv"}
+        found |= {name: address(getattr(attention, name, None)) for name in ("q_norm", "k_norm")}
+        found |= {name: address(getattr(mlp, f"{name}_proj")) for name in ("gate", "up", "down")}
+        found |= {"input_norm": address(layer.input_layernorm), "post_norm": address(layer.post_attention_layernorm)}
+        rows.append([found[name] for name in LAYER_WEIGHTS])
+    return rows
+
+
+def weights_of(model: nn.Module) -> list[Any]:
+    """All that a captured graph depends on in the model. If it is what it was, the graph still holds."""
+    outer = (model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head.weight)
+    norm = model.model.norm.variance_epsilon
+    return [layer_pointers(model), [w.data_ptr() for w in outer], outer[0].dtype, outer[0].device, norm]
+
+
+def choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    """The next token of each row from scores [B, V], as generate's loop chooses it, without its wait for the GPU.
+
+    torch.multinomial draws one sample as argmax(p / q) with q exponential, and asks the host whether p is valid; this
+    is the same draw without the question (the exponential-race form of Gumbel-max).
+    """
+    if not do_sample:
+        return scores.argmax(-1)
+    probabilities = scores.softmax(-1)
+    return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)
+
+
+class Session:
+    """`rows` sequences of at most `capacity` tokens: `start` takes a prompt's cache, `step` decodes one token each."""
+
+    def __init__(
+        self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool
+    ) -> None:
+        self.rows, self.capacity, self.processors, self.do_sample = rows, capacity, processors, do_sample
+        self.greedy = not do_sample and not processors
+        attention, config = model.model.layers[0].self_attn, model.config
+        self.embedding, self.norm, self.head = (
+            model.get_input_embeddings().weight,
+            model.model.norm.weight,
+            model.lm_head.weight,
+        )
+        device, dtype = self.embedding.device, self.embedding.dtype
+        layers, kv_heads, head_dim = len(model.model.layers), config.num_key_value_heads, attention.head_dim
+        hidden, intermediate = self.embedding.shape[1], model.model.layers[0].mlp.gate_proj.weight.shape[0]
+        blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        splits = max(1, min(MAX_SPLITS, blocks // (rows * kv_heads)))
+        self.sizes = {
+            "heads": config.num_attention_heads,
+            "intermediate": intermediate,
+            "eps": model.model.norm.variance_epsilon,
+            "scale": attention.scaling,
+            "max_splits": splits,
+            "split_keys": SPLIT_KEYS,
+            "in_flight": 3,
+        }
+        q, kv = config.num_attention_heads * head_dim, kv_heads * head_dim
+        words = exchange_words(rows, hidden, intermediate, q, kv, splits, blocks)
+        with torch.inference_mode(False), torch.device(device):
+            self.table = torch.tensor(layer_pointers(model), dtype=torch.int64, device=device)
+            positions = torch.arange(capacity)[None]
+            cos, sin = model.model.rotary_emb(torch.empty(1, dtype=dtype), positions)
+            self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+            self.cache = torch.empty(layers, 2, rows, kv_heads, capacity, head_dim, dtype=dtype)
+            self.exchange = torch.zeros(words, dtype=torch.int32)
+            self.state = torch.zeros(2 + rows, dtype=torch.int32)
+            self.tokens = torch.zeros(rows, dtype=torch.int64)
+            self.history = torch.zeros(rows, capacity, dtype=torch.int64)
+            self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def start(self, cache: Cache, starts: Sequence[int], prompt: torch.Tensor) -> None:
+        """Takes over a prompt's cache [rows, kv_heads, T, D] a layer, row b from starts[b] on; prompt: its tokens.
+
+        Padding on the left is left out, so that every row starts at position 0, where its rotary embedding does too.
+        """
+        length = cache.get_seq_length()
+        for layer, kept in enumerate(cache.layers):
+            for side, states in enumerate((kept.keys, kept.values)):
+                if not any(starts):
+                    self.cache[layer, side, :, :, :length] = states
+                    continue
+                for row, first in enumerate(starts):
+                    self.cache[layer, side, row, :, : length - first] = states[row, :, first:]
+        self.state[1:].copy_(torch.tensor([prompt.shape[1], *(length - first for first in starts)], dtype=torch.int32))
+        # Processors see the whole history; what is beyond its end repeats a token that is in it, which changes nothing
+        # for a penalty on tokens that have occurred.
+        self.history.copy_(prompt[:, -1:].expand_as(self.history) if prompt.shape[1] else self.tokens[:, None])
+        self.history[:, : prompt.shape[1]] = prompt
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """The first new tokens, which the prompt's logits gave."""
+        self.tokens.copy_(tokens)
+        self.history.scatter_(1, self.state[1].long().expand(self.rows, 1), tokens[:, None])
+        self.state[1] += 1
+
+    def step(self) -> None:
+        """One token more for every row, in `tokens`. It only asks the GPU to, and returns."""
+        if self.graph is None:
+            self._capture()
+        self.graph.replay()
+
+    def send(self) -> Callable[[], torch.Tensor]:
+        """Sends the tokens to the host; the function returned waits for them."""
+        slot, arrived = torch.empty(self.rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+        slot.copy_(self.tokens, non_blocking=True)
+        arrived.record()
+
+        def wait() -> torch.Tensor:
+            arrived.synchronize()
+            return slot
+
+        return wait
+
+    def _work(self) -> None:
+        decode_step(
+            self.table, self.embedding, self.norm, self.head, self.cos, self.sin, self.tokens, self.cache,
+            self.exchange, self.state, self.history, self.logits, greedy=self.greedy, **self.sizes,
+        )  # fmt: skip
+        if not self.greedy:
+            scores = self.processors(self.history, self.logits.float())
+            self.tokens.copy_(choose(scores, self.do_sample))
+            column = (self.state[1:2].long() - 1).expand(self.rows, 1)
+            self.history.scatter_(1, column, self.tokens[:, None])
+
+    def _capture(self) -> None:
+        """Captures one step. The step before it, which loads what is loaded lazily, is taken back."""
+        kept = [t.clone() for t in (self.state[1:], self.tokens, self.history)]
+        random = torch.cuda.get_rng_state(self.tokens.device)
+        side = torch.cuda.Stream(self.tokens.device)
+        side.wait_stream(torch.cuda.current_stream(self.tokens.device))
+        with torch.cuda.stream(side):
+            self._work()
+        torch.cuda.current_stream(self.tokens.device).wait_stream(side)
+        torch.cuda.set_rng_state(random, self.tokens.device)
+        for tensor, value in zip((self.state[1:], self.tokens, self.history), kept, strict=True):
+            tensor.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            self._work()
+        self.graph = graph
