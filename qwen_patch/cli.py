@@ -148,7 +148,9 @@ def plan(
 @app.command()
 def bench(
     model: Annotated[str, typer.Option(help="As in validate; or random:NAME for official shapes.")] = "tiny-qwen2",
-    fusion: Annotated[str, typer.Option(help="Variants to compare with stock, comma-separated.")] = "mlp,rms,both",
+    fusion: Annotated[
+        str, typer.Option(help="Variants to compare with stock, comma-separated.")
+    ] = "mlp,rms,modules,both",
     device: Device = "auto",
     dtype: Dtype = "auto",
     prompt_lengths: Annotated[str, typer.Option(help="Comma-separated.")] = "128,512,1024",
@@ -161,13 +163,12 @@ def bench(
     """Time model.generate, stock and patched, interleaved in one process on one copy of the weights."""
     from .benchmarks import generate
     from .loading import SHAPES, UsageError, pick_device, pick_dtype, random_model, sample_tokens
-    from .recipes import RECIPES
     from .report import show_bench
 
     with usage_errors():
         fusions = [f.strip() for f in fusion.split(",")]
-        if unknown := [f for f in fusions if f not in RECIPES]:
-            raise UsageError(f"unknown fusion {unknown[0]!r}: supported are {', '.join(RECIPES)}")
+        if unknown := [f for f in fusions if f not in generate.VARIANTS]:
+            raise UsageError(f"unknown fusion {unknown[0]!r}: supported are {', '.join(generate.VARIANTS)}")
         lengths = numbers(prompt_lengths)
         if model.startswith("random:"):
             shape = model.removeprefix("random:")

@@ -39,7 +39,7 @@ class Forward(Session):
         self.model, self.rows, self.processors, self.do_sample = model, rows, processors, do_sample
         self.steps = 0
 
-    def start(self, cache: DynamicCache, starts: list[int], prompt: torch.Tensor) -> None:
+    def start(self, cache: DynamicCache, starts: list[int], prompt: torch.Tensor, processors: Any) -> None:
         self.prompt, self.columns, self.starts = prompt, [], starts
         self.caches = []
         for row, first in enumerate(starts):
@@ -120,6 +120,13 @@ def test_rows_end_one_after_the_other(on_cpu):
 
 def test_processors_see_the_history(on_cpu):
     compared(small_model("qwen3"), left_padded(7, 3), repetition_penalty=1.7, max_new_tokens=40)
+
+
+def test_minimal_lengths(on_cpu):
+    model = small_model("qwen2")
+    end = int(compared(model, left_padded(6))[0, 9])
+    for minimum in ({"min_new_tokens": 9}, {"min_length": 12}, {"min_new_tokens": 20}):
+        compared(model, left_padded(6), eos_token_id=[end, 3], pad_token_id=0, **minimum)
 
 
 def test_stop_strings_and_streamer(on_cpu):
@@ -313,7 +320,7 @@ def test_step_against_the_stock_forward(shape, dtype, rows, length):
             exact, stock = truth(ids).logits[:, -1], model(ids).logits[:, -1].float()
             cache = DynamicCache(config=model.config)
             model(ids[:, :-1], past_key_values=cache)
-            session.start(cache, [0] * rows, ids[:, :-1])
+            session.start(cache, [0] * rows, ids[:, :-1], LogitsProcessorList())
             session.put(ids[:, -1])
             session.step()
         ours = session.logits.float()
@@ -321,6 +328,27 @@ def test_step_against_the_stock_forward(shape, dtype, rows, length):
         assert torch.equal(session.tokens, ours.argmax(-1))
         assert session.state.tolist()[1:] == [length + 2] + [length + 1] * rows
     assert errors[0].sqrt() <= 1.1 * errors[1].sqrt()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["greedy", "with a processor"])
+def test_minimal_lengths_on_cuda(options):
+    """The end comes where the minimal length lets it, with one captured graph for all prompts and lengths."""
+    model, _ = bundled("tiny-qwen3")
+    qwen_patch.patch_model(model)
+    options |= {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 40}
+    for length in (5, 8):
+        inputs = random_batch(model, length)
+        free = model.generate(**inputs, **options)[0, length:]
+        end = int(free[3])
+        first = int((free == end).nonzero()[0]) + 1
+        for minimum in (first, first + 9):
+            found = model.generate(**inputs, **options, eos_token_id=end, min_new_tokens=minimum)[0, length:]
+            assert model.last_reason is None
+            ends = (found == end).nonzero().flatten().tolist()
+            assert all(i >= minimum for i in ends)
+            assert len(found) == (ends[0] + 1 if ends else 40)
+    assert len(model.__dict__[RUNTIME].sessions) == 1
 
 
 @pytest.mark.cuda

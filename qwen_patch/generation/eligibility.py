@@ -16,7 +16,9 @@ from ..ops.decode_step import HEAD_DIMS, MAX_BATCH, MAX_GROUP, MAX_HIDDEN, MAX_R
 
 # Processors that work on the scores of the GPU alone, so that a graph can hold them. Exact classes: a subclass may do
 # anything.
+MINIMUM_LENGTHS = (logits_process.MinLengthLogitsProcessor, logits_process.MinNewTokensLengthLogitsProcessor)
 PROCESSORS = (
+    *MINIMUM_LENGTHS,
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
     logits_process.TopPLogitsWarper,

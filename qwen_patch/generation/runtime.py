@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from .eligibility import reason_against_call, reason_against_model
+from .eligibility import MINIMUM_LENGTHS, reason_against_call, reason_against_model
 from .session import Session, choose, weights_of
 
 logger = logging.getLogger("qwen_patch")
@@ -62,7 +62,8 @@ class Runtime:
 
 def _signature(processors: LogitsProcessorList) -> tuple:
     """Tells lists of processors apart that a graph can't share."""
-    return tuple((type(p).__name__, *sorted((k, _plain(v)) for k, v in vars(p).items())) for p in processors)
+    kept = [p for p in processors if type(p) not in MINIMUM_LENGTHS]
+    return tuple((type(p).__name__, *sorted((k, _plain(v)) for k, v in vars(p).items())) for p in kept)
 
 
 def _plain(value: Any) -> Any:
@@ -83,7 +84,7 @@ def generate(
     cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     starts = [0] * len(input_ids) if mask is None else (mask != 0).long().argmax(-1).tolist()
-    session.start(cache, starts, input_ids)
+    session.start(cache, starts, input_ids, processors)
     scores = processors(input_ids, outputs.logits[:, -1].float())
     session.put(choose(scores, session.do_sample))
     cache.layers.clear()

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import Cache, LogitsProcessorList
 
-from ..ops.decode_step import LAYER_WEIGHTS, decode_step, exchange_words
+from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step, exchange_words
+from .eligibility import MINIMUM_LENGTHS
 
 MAX_SPLITS = 16  # parts that a context is cut into; every reader of the result reads them all
 SPLIT_KEYS = 64  # keys that a part has at least: 8 and 16 parts of 16 were slower than 2 of 64 at 128 tokens
@@ -41,6 +42,17 @@ def weights_of(model: nn.Module) -> list[Any]:
     return [layer_pointers(model), [w.data_ptr() for w in outer], outer[0].dtype, outer[0].device, norm]
 
 
+def banned_by(processors: LogitsProcessorList) -> list[int]:
+    """{column, ids, -1 ...}: the ends of text that the minimal lengths hold back until that column of the history."""
+    until, ids = 0, []
+    for item in processors:
+        if type(item) in MINIMUM_LENGTHS:
+            new = getattr(item, "min_new_tokens", None)
+            until = max(until, item.min_length if new is None else item.prompt_length_to_skip + new)
+            ids = item.eos_token_id.flatten().tolist()
+    return [until, *ids, *[-1] * (MAX_BANNED - len(ids))]
+
+
 def choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
     """The next token of each row from scores [B, V], as generate's loop chooses it, without its wait for the GPU.
 
@@ -59,8 +71,9 @@ class Session:
     def __init__(
         self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool
     ) -> None:
-        self.rows, self.capacity, self.processors, self.do_sample = rows, capacity, processors, do_sample
-        self.greedy = not do_sample and not processors
+        self.rows, self.capacity, self.do_sample = rows, capacity, do_sample
+        self.processors = LogitsProcessorList(p for p in processors if type(p) not in MINIMUM_LENGTHS)
+        self.greedy = not do_sample and not self.processors
         attention, config = model.model.layers[0].self_attn, model.config
         self.embedding, self.norm, self.head = (
             model.get_input_embeddings().weight,
@@ -93,11 +106,14 @@ class Session:
             self.state = torch.zeros(2 + rows, dtype=torch.int32)
             self.tokens = torch.zeros(rows, dtype=torch.int64)
             self.history = torch.zeros(rows, capacity, dtype=torch.int64)
+            self.banned = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32)
             self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def start(self, cache: Cache, starts: Sequence[int], prompt: torch.Tensor) -> None:
+    def start(self, cache: Cache, starts: Sequence[int], prompt: torch.Tensor, processors: LogitsProcessorList) -> None:
         """Takes over a prompt's cache [rows, kv_heads, T, D] a layer, row b from starts[b] on; prompt: its tokens.
+
+        processors: of this call; only the minimal lengths may differ from those that the session was made with.
 
         Padding on the left is left out, so that every row starts at position 0, where its rotary embedding does too.
         """
@@ -110,6 +126,7 @@ class Session:
                 for row, first in enumerate(starts):
                     self.cache[layer, side, row, :, : length - first] = states[row, :, first:]
         self.state[1:].copy_(torch.tensor([prompt.shape[1], *(length - first for first in starts)], dtype=torch.int32))
+        self.banned.copy_(torch.tensor(banned_by(processors), dtype=torch.int32))
         # Processors see the whole history; what is beyond its end repeats a token that is in it, which changes nothing
         # for a penalty on tokens that have occurred.
         self.history.copy_(prompt[:, -1:].expand_as(self.history) if prompt.shape[1] else self.tokens[:, None])
@@ -142,13 +159,22 @@ class Session:
     def _work(self) -> None:
         decode_step(
             self.table, self.embedding, self.norm, self.head, self.cos, self.sin, self.tokens, self.cache,
-            self.exchange, self.state, self.history, self.logits, greedy=self.greedy, **self.sizes,
+            self.exchange, self.state, self.history, self.banned, self.logits, greedy=self.greedy, **self.sizes,
         )  # fmt: skip
         if not self.greedy:
-            scores = self.processors(self.history, self.logits.float())
+            scores = self.logits.float()
+            self._ban(scores)
+            scores = self.processors(self.history, scores)
             self.tokens.copy_(choose(scores, self.do_sample))
             column = (self.state[1:2].long() - 1).expand(self.rows, 1)
             self.history.scatter_(1, column, self.tokens[:, None])
+
+    def _ban(self, scores: torch.Tensor) -> None:
+        """What `decode_step` does itself where it chooses the token."""
+        ids = self.banned[1:].long()
+        now = (ids >= 0) & (self.state[1] - 1 < self.banned[0])
+        at = ids.clamp(min=0).expand(self.rows, MAX_BANNED)
+        scores.scatter_reduce_(1, at, torch.where(now, -torch.inf, torch.inf).expand_as(at).to(scores.dtype), "amin")
 
     def _capture(self) -> None:
         """Captures one step. The step before it, which loads what is loaded lazily, is taken back."""

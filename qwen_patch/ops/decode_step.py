@@ -16,6 +16,7 @@ LAYER_WEIGHTS = (
     "post_norm", "gate", "up", "down",
 )  # fmt: skip
 MAX_BATCH = 8
+MAX_BANNED = 8  # tokens that may not come yet: ends of text before a minimal length
 MAX_GROUP = 8  # query heads that share a key-value head
 HEAD_DIMS = (32, 64, 96, 128)
 MAX_HIDDEN = 8192
@@ -24,8 +25,8 @@ MAX_ROWS_A_BLOCK = 64  # of the hidden size
 _TORCH_LIBRARY.define(
     "decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin, "
     "Tensor(a!) tokens, Tensor(b!) cache, Tensor(c!) exchange, Tensor(d!) state, Tensor(e!) history, "
-    "Tensor(f!) logits, int heads, int intermediate, float eps, float scale, bool greedy, int max_splits, "
-    "int split_keys, int slots, int in_flight) -> ()"
+    "Tensor banned, Tensor(f!) logits, int heads, int intermediate, float eps, float scale, bool greedy, "
+    "int max_splits, int split_keys, int slots, int in_flight) -> ()"
 )
 
 
@@ -47,6 +48,7 @@ def decode_step(
     exchange: torch.Tensor,
     state: torch.Tensor,
     history: torch.Tensor,
+    banned: torch.Tensor,
     logits: torch.Tensor,
     *,
     heads: int,
@@ -65,10 +67,12 @@ def decode_step(
     [positions, D]. tokens: [B] int64, the tokens to read; with `greedy` the next ones take their place, and column
     state[1] of history [B, N]. cache: [L, 2, B, kv_heads, capacity, D]: the new keys and values are written at
     state[2 + b]. exchange: see `exchange_words`. state: int32 [2 + B]: {round, column, length of each sequence}; the
-    step adds 1 to all. logits: [B, V], written. scale: of q.k. slots, in_flight: of the ring of weights; 0 means
-    as many as fit. Rounding is the stock model's at every point (an exact fp32 sum in another order otherwise).
+    step adds 1 to all. banned: int32 [1 + MAX_BANNED], {column, token ids, -1 ...}: not chosen before that column.
+    logits: [B, V], written. scale: of q.k. max_splits, split_keys: at most so many parts a context is cut into, of at
+    least so many keys. slots, in_flight: of the ring of weights; 0 means as many as fit. Rounding is the stock model's
+    at every point; sums are fp32, in another order.
     """
     torch.ops.qwen_patch.decode_step(
-        layers, embedding, final_norm, lm_head, cos, sin, tokens, cache, exchange, state, history, logits, heads,
-        intermediate, eps, scale, greedy, max_splits, split_keys, slots, in_flight,
+        layers, embedding, final_norm, lm_head, cos, sin, tokens, cache, exchange, state, history, banned, logits,
+        heads, intermediate, eps, scale, greedy, max_splits, split_keys, slots, in_flight,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,10 +17,11 @@ class Agreement:
     """How far two greedy continuations agree.
 
     `first_difference` is the first new token that differs in any row, None if all are equal. There, `margin` is how
-    much the stock model prefers its own token to the other, in logits, and `error` the largest difference between the
-    two models' logits for the same text, and at least the dtype's step at that logit: `generate` computes with a cache,
-    whose last bits are not a full forward's, so a stock model too may part from itself there. A margin inside twice the
-    error (each logit may move by one) is a tie.
+    much the stock model in float32 prefers the stock run's token to the other, in logits, and `error` the largest
+    difference between its logits and those of the stock model in its own dtype, for the same text: what rounding does
+    to a logit. In float32 itself it is the difference between the two models. At least it is the dtype's step at that
+    logit: `generate` computes with a cache, whose last bits are not a full forward's, so a stock model too may part
+    from itself there. A margin inside twice the error (each logit may move by one) is a tie.
     """
 
     tokens: int
@@ -60,10 +62,10 @@ def compare_tokens(
     found: torch.Tensor,
     reactivate: Callable[[], None],
 ) -> Agreement:
-    """Compares new tokens [B, N]; where they differ, asks both models about the text before the first difference.
+    """Compares new tokens [B, N]; where they differ, asks the models about the text before the first difference.
 
     `model` is in the state that gave `found`; it is left so: `reactivate` brings it back after stock was asked.
-    No padding: for prompts ids [B, T] of one length.
+    In a 16-bit dtype that takes a float32 copy of the model. No padding: for prompts ids [B, T] of one length.
     """
     where = first_difference(expected, found)
     if where is None:
@@ -75,7 +77,10 @@ def compare_tokens(
     theirs = model(text).logits[0, -1].float()
     unpatch_model(model)
     stock = model(text).logits[0, -1].float()
+    truth = stock
+    if model.dtype != torch.float32:
+        truth = theirs = copy.deepcopy(model).float()(text).logits[0, -1]
     reactivate()
-    margin = (stock[expected[row, position]] - stock[found[row, position]]).item()
+    margin = (truth[expected[row, position]] - truth[found[row, position]]).item()
     step = torch.finfo(model.dtype).eps * stock.abs().max().item()
     return Agreement(expected.numel(), position, margin, max((theirs - stock).abs().max().item(), step))

@@ -27,6 +27,7 @@ struct Step {
   int history_stride;
   int* state;  // {round, column of history, then B lengths: tokens in the cache}
   int greedy;
+  const int* banned;  // {column, ids}: tokens that may not be chosen before that column of the history; -1 ends them
   T* logits;  // [B, V]
 
   unsigned *qkv, *parts, *hidden, *activation;  // exchanged words
@@ -36,6 +37,8 @@ struct Step {
   // shared memory
   int slots, x_chunks, tile_group, in_flight;
 };
+
+constexpr int MAX_BANNED = 8;
 
 struct Span {
   int first, count;
@@ -86,6 +89,7 @@ struct Shares {
   int splits;                // parts of the context
   int b, head, part;         // this block's unit of attention; part = -1 where it has none
   int position, begin, end;  // of the new token; of the part's keys
+  int banned_count, banned[MAX_BANNED];  // of this step
   int warps, heads_at_once;  // that have keys; whose results have room
 
   // How many parts: those that split_keys asks for, for the longest of the batch.
@@ -97,6 +101,12 @@ struct Shares {
 #pragma unroll 1
     for (int i = 0; i < p.B; ++i)
       splits = max(splits, min(p.max_splits, (p.state[2 + i] + p.split_keys) / p.split_keys));
+    banned_count = 0;
+    if (p.state[1] < p.banned[0])
+      while (banned_count < MAX_BANNED && p.banned[1 + banned_count] >= 0) {
+        banned[banned_count] = p.banned[1 + banned_count];
+        ++banned_count;
+      }
     int unit = static_cast<int>(blockIdx.x);
     part = -1;
     if (unit >= p.B * p.kv_heads * splits) return;

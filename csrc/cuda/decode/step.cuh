@@ -156,6 +156,8 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
     if (local >= vocabulary.count) return;
     Best logit = {rounded<T>(me.sum(in_group, row, b)), vocabulary.first + local};
     p.logits[static_cast<int64_t>(b) * p.V + logit.index] = from_float<T>(logit.value);
+    for (int i = 0; i < mine.banned_count; ++i)
+      if (mine.banned[i] == logit.index) logit.value = -INFINITY;
     if (better(logit, best)) best = logit;
   });
 
