@@ -2,8 +2,10 @@
 # The measurements behind the README's tables. On a CPU or a GPU:
 #   measure.sh cpu|cuda checks OUT_DIR [REAL_MODEL_DIR]   validate_qwen on every model
 #   measure.sh cpu|cuda ops OUT_DIR                       every op at the shapes of real models
-#   measure.sh cuda speed OUT_DIR [SHAPE]                 end-to-end generate, the ablations, and Transformers' own compiled
-#                                                         static cache, at official shapes; 4 minutes each on an H200
+#   measure.sh cuda decode OUT_DIR [SHAPE]                generate through the decode runtime against Transformers' own loop
+#                                                         and its compiled static cache; 90 s a shape on an H200
+#   measure.sh cuda speed OUT_DIR [SHAPE]                 the fused modules under Transformers' own loop, and the ablations,
+#                                                         at official shapes; 4 minutes each on an H200
 # Run it in an environment with this package, or from the source folder with PYTHONPATH=. set.
 set -euo pipefail
 device=$1
@@ -32,8 +34,16 @@ if [ "$part" = ops ]; then
   exit
 fi
 
+if [ "$part" = decode ]; then
+  for shape in ${subject:-Qwen2.5-0.5B Qwen3-0.6B Qwen3-1.7B Qwen3-8B}; do
+    qwen_patch bench --device cuda --model "random:$shape" --fusion both --prompt-lengths 128 --rounds 3 --static \
+      --output "$out/decode_$shape"
+  done
+  exit
+fi
+
 for shape in ${subject:-Qwen2.5-0.5B Qwen3-0.6B Qwen3-8B}; do
-  qwen_patch bench --device cuda --model "random:$shape" --fusion both --rounds 5 --output "$out/generate_$shape"
-  qwen_patch bench --device cuda --model "random:$shape" --prompt-lengths 128 --new-tokens 64 --rounds 5 --static \
+  qwen_patch bench --device cuda --model "random:$shape" --fusion modules --rounds 5 --output "$out/generate_$shape"
+  qwen_patch bench --device cuda --model "random:$shape" --fusion mlp,rms,modules --prompt-lengths 128 --new-tokens 64 --rounds 5 --static \
     --output "$out/ablations_$shape"
 done

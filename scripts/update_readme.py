@@ -63,6 +63,34 @@ def generate() -> str:
     return "\n\n".join(parts)
 
 
+def decode() -> str:
+    documents = [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/decode_*.json"))]
+    rows = []
+    for document in documents:
+        for prompt in dict.fromkeys(row["prompt"] for row in document["rows"]):
+            found = {row["variant"]: row for row in document["rows"] if row["prompt"] == prompt}
+            stock, both, static = (found[variant] for variant in ("stock", "both", "static"))
+            low, high = both["decode_vs_stock"]["interval95"]
+            rows.append(
+                [
+                    f"{document['model'].removesuffix(' (random)')}, batch {document['batch']}, prompt {prompt}",
+                    f"{stock['decode_tps']:,.0f}",
+                    f"{static['decode_tps']:,.0f}",
+                    f"**{both['decode_tps']:,.0f}**",
+                    f"**{both['decode_vs_stock']['ratio']:.1f}x** [{low:.1f}, {high:.1f}]",
+                    f"{100 * both['share_of_copy']:.0f}%",
+                    f"{stock['first_token_ms']:.0f} / {static['first_token_ms']:.0f} / {both['first_token_ms']:.0f}",
+                    f"{static['cold_s']:.0f} / {both['cold_s']:.1f}",
+                    both["tokens"],
+                ]
+            )
+    head = ["decode tokens/s", "stock", "static cache, compiled", "patched", "x stock [95%]", "share of copy"]
+    head += ["first token, ms: stock / static / patched", "first call, s: static / patched", "tokens"]
+    settings = documents[0]["settings"]
+    text = f"{settings['new_tokens']} new tokens, {settings['rounds']} rounds. {conditions(documents[0])}."
+    return f"{text}\n\n{table(head, rows)}"
+
+
 def ablations() -> str:
     variants = ["mlp", "rms", "both", "static"]
     documents = [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/ablations_*.json"))]
@@ -179,6 +207,7 @@ TESTS_SHOWN = {
     "test_plan": "plans, golden files, what is left alone and why",
     "test_transformers_suite": "Transformers' own common tests, on patched models",
     "test_generation": "generate's modes, tokens compared with stock",
+    "test_decode_runtime": "the decode runtime: its loop, its kernel, what it leaves to the stock loop",
     "test_life_cycle": "copies, checkpoints, dtypes, training, compile, export, threads",
     "test_wrappers": "PEFT, device maps, offloading, tensor parallelism",
     "test_fuzz": "property tests and random sequences of events",
@@ -195,7 +224,10 @@ def tests() -> str:
     for name, what in TESTS_SHOWN.items():
         row = [what]
         for document in documents:
-            counts = document["files"].get(name, {})
+            counts = document["files"].get(name)
+            if counts is None:
+                row.append("not in this run")
+                continue
             passed, failed, skipped = (counts.get(o, 0) for o in ("passed", "failed", "skipped"))
             row.append(f"{passed} of {passed + failed}" + (f", {skipped} skipped" if skipped else ""))
         rows.append(row)
@@ -209,6 +241,7 @@ def tests() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "generate": generate,
     "ablations": ablations,
+    "decode": decode,
     "ops_cuda": ops_cuda,
     "ops_cpu": ops_cpu,
     "validation": validation,

@@ -168,6 +168,23 @@ def test_sampling_draws_from_the_distribution():
     assert torch.equal(choose(scores[None], False), scores.argmax()[None])
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]])},
+        {"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])},
+        {"position_ids": torch.tensor([[3, 4, 5, 6, 7]])},
+    ],
+    ids=["a hole", "padding on the right", "positions"],
+)
+def test_other_masks_and_positions_go_to_the_stock_loop(changed, on_cpu):
+    model = small_model("qwen3")
+    inputs = {"input_ids": token_ids(1, 5), "attention_mask": torch.ones(1, 5, dtype=torch.long)} | changed
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert torch.equal(qwen_patch.patch_model(model).generate(**inputs, max_new_tokens=6, do_sample=False), expected)
+    assert model.last_reason == "the attention mask or the positions are not those of padding on the left"
+
+
 class Own(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores

@@ -73,9 +73,9 @@ void launch_for(int64_t D, const Step<T>& p, int blocks, cudaStream_t stream) {
 }
 
 void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin,
-                 Tensor tokens, Tensor cache, Tensor exchange, Tensor state, Tensor history, Tensor banned, Tensor logits,
-                 int64_t heads, int64_t intermediate, double eps, double scale, bool greedy, int64_t max_splits,
-                 int64_t split_keys, int64_t slots, int64_t in_flight) {
+                 Tensor tokens, Tensor cache, Tensor exchange, Tensor state, Tensor history, Tensor banned,
+                 Tensor logits, int64_t heads, int64_t intermediate, double eps, double scale, bool greedy,
+                 int64_t max_splits, int64_t split_keys, int64_t slots, int64_t in_flight) {
   DeviceGuard guard(embedding);
   STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, OP, ": expects banned [9], got ", describe(banned));
   int64_t B = tokens.size(0), V = embedding.size(0), H = embedding.size(1), L = layers.size(0);

@@ -120,9 +120,30 @@ def _of_shapes(model: nn.Module) -> str | None:
             return f"{name} is a {type(weight).__name__} of {weight.dtype} on {weight.device}"
         if not weight.is_contiguous() or weight.data_ptr() % 16:
             return f"{name} is not contiguous, or not aligned to 16 bytes"
-    biased = [f"{n}.bias" for n in ("o_proj",) if getattr(attention.o_proj, "bias", None) is not None]
-    biased += [f"{n}.bias" for n, m in mlp.named_children() if getattr(m, "bias", None) is not None]
-    return f"it has {biased[0]}" if biased else None
+    others = {"lm_head": model.lm_head, "o_proj": attention.o_proj, **dict(mlp.named_children())}
+    if biased := [name for name, module in others.items() if getattr(module, "bias", None) is not None]:
+        return f"its {biased[0]} has a bias"
+    if model.lm_head.weight.shape != embedding.shape:
+        return f"its lm_head is {list(model.lm_head.weight.shape)}, its embedding {list(embedding.shape)}"
+    if len({m.variance_epsilon for m in model.modules() if hasattr(m, "variance_epsilon")}) > 1:
+        return "its norms have more than one epsilon"
+    if 2 * model.model.rotary_emb.inv_freq.numel() != head_dim:
+        return "its rotary embedding turns a part of the head only"
+    return None
+
+
+def _against_padding(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    """The runtime leaves padding on the left out, and counts positions from the first token on."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is None:
+        return None
+    if mask.shape != input_ids.shape:
+        return f"the attention mask is of shape {list(mask.shape)}, the prompt of {list(input_ids.shape)}"
+    seen = mask != 0
+    wrong = (seen[:, 1:] < seen[:, :-1]).any() | ~seen[:, -1:].all()
+    if positions is not None:
+        wrong |= (positions[..., -1] != seen.sum(-1) - 1).any()
+    return "the attention mask or the positions are not those of padding on the left" if bool(wrong) else None
 
 
 def reason_against_call(
@@ -154,6 +175,8 @@ def reason_against_call(
         return f"the cache is a {type(cache).__name__}, not the default one"
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0:
         return "a cache was given"
+    if (reason := _against_padding(input_ids, model_kwargs)) is not None:
+        return reason
     other = next((k for k, v in model_kwargs.items() if k not in MODEL_KWARGS and v is not None), None)
     if other is not None:
         return f"{other} was given"

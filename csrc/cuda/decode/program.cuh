@@ -28,7 +28,7 @@ struct Step {
   int* state;  // {round, column of history, then B lengths: tokens in the cache}
   int greedy;
   const int* banned;  // {column, ids}: tokens that may not be chosen before that column of the history; -1 ends them
-  T* logits;  // [B, V]
+  T* logits;          // [B, V]
 
   unsigned *qkv, *parts, *hidden, *activation;  // exchanged words
   uint4 *part_scales, *best;
@@ -86,11 +86,11 @@ struct Rows {
 // What this block has of every stage; computed once, because a division takes a stage's time.
 struct Shares {
   Span q, kv, hidden, inner, vocabulary;
-  int splits;                // parts of the context
-  int b, head, part;         // this block's unit of attention; part = -1 where it has none
-  int position, begin, end;  // of the new token; of the part's keys
+  int splits;                            // parts of the context
+  int b, head, part;                     // this block's unit of attention; part = -1 where it has none
+  int position, begin, end;              // of the new token; of the part's keys
   int banned_count, banned[MAX_BANNED];  // of this step
-  int warps, heads_at_once;  // that have keys; whose results have room
+  int warps, heads_at_once;              // that have keys; whose results have room
 
   // How many parts: those that split_keys asks for, for the longest of the batch.
   template <typename T>
