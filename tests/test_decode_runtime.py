@@ -173,7 +173,7 @@ def test_sampling_draws_from_the_distribution():
     [
         {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]])},
         {"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])},
-        {"position_ids": torch.tensor([[3, 4, 5, 6, 7]])},
+        {"position_ids": torch.tensor([[3, 40, 52, 66, 77]])},
     ],
     ids=["a hole", "padding on the right", "positions"],
 )

@@ -36,8 +36,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 RECORDER = "transformers.utils.output_capturing"
 # What generate may hand to the model beside the tokens: the runtime needs no more than the mask.
+CACHE_NAMES = ("past_key_values", "cache")  # before and from transformers 5.24 on
 MODEL_KWARGS = {
-    "attention_mask", "position_ids", "use_cache", "past_key_values", "cache_position", "logits_to_keep", "tokenizer",
+    *CACHE_NAMES,
+    "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep", "tokenizer",
 }  # fmt: skip
 
 
@@ -132,14 +134,18 @@ def _of_shapes(model: nn.Module) -> str | None:
     return None
 
 
+def cache_of(model_kwargs: dict[str, Any]) -> Any:
+    return next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
+
+
 def _against_padding(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
     """The runtime leaves padding on the left out, and counts positions from the first token on."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is None:
+    if mask is None and positions is None:
         return None
-    if mask.shape != input_ids.shape:
+    if mask is not None and mask.shape != input_ids.shape:
         return f"the attention mask is of shape {list(mask.shape)}, the prompt of {list(input_ids.shape)}"
-    seen = mask != 0
+    seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
     wrong = (seen[:, 1:] < seen[:, :-1]).any() | ~seen[:, -1:].all()
     if positions is not None:
         wrong |= (positions[..., -1] != seen.sum(-1) - 1).any()
@@ -170,7 +176,7 @@ def reason_against_call(
         other = next((type(item).__name__ for item in found if type(item) not in known), None)
         if other is not None:
             return f"the {kind} {other} needs the host at every token"
-    cache = model_kwargs.get("past_key_values")
+    cache = cache_of(model_kwargs)
     if type(cache) is not DynamicCache or cache.offloading or {type(layer) for layer in cache.layers} - {DynamicLayer}:
         return f"the cache is a {type(cache).__name__}, not the default one"
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from .eligibility import MINIMUM_LENGTHS, reason_against_call, reason_against_model
+from .eligibility import MINIMUM_LENGTHS, cache_of, reason_against_call, reason_against_model
 from .session import Session, choose, weights_of
 
 logger = logging.getLogger("qwen_patch")
@@ -63,11 +63,7 @@ class Runtime:
 def _signature(processors: LogitsProcessorList) -> tuple:
     """Tells lists of processors apart that a graph can't share."""
     kept = [p for p in processors if type(p) not in MINIMUM_LENGTHS]
-    return tuple((type(p).__name__, *sorted((k, _plain(v)) for k, v in vars(p).items())) for p in kept)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value if not isinstance(value, list) else tuple(value)
+    return tuple((type(p).__name__, *sorted((k, repr(v)) for k, v in vars(p).items())) for p in kept)
 
 
 def generate(
@@ -81,7 +77,7 @@ def generate(
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """generate's sampling loop; returns input_ids with the new tokens, as it does."""
-    cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    cache, mask = cache_of(model_kwargs), model_kwargs.get("attention_mask")
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     starts = [0] * len(input_ids) if mask is None else (mask != 0).long().argmax(-1).tolist()
     session.start(cache, starts, input_ids, processors)
