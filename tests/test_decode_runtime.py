@@ -39,6 +39,9 @@ class Forward(Session):
         self.model, self.rows, self.processors, self.do_sample = model, rows, processors, do_sample
         self.steps = 0
 
+    def capture(self) -> None:
+        pass
+
     def start(self, cache: DynamicCache, starts: list[int], prompt: torch.Tensor, processors: Any) -> None:
         self.prompt, self.columns, self.starts = prompt, [], starts
         self.caches = []
@@ -157,6 +160,21 @@ def test_an_error_midway_leaves_the_model_usable(on_cpu):
     with pytest.raises(KeyboardInterrupt):
         model.generate(**left_padded(5), do_sample=False, streamer=SimpleNamespace(put=fail, end=None))
     assert torch.equal(model.generate(**left_padded(5), max_new_tokens=20, do_sample=False), expected)
+
+
+def test_a_streamer_that_generates(on_cpu):
+    """The call within the call has no buffers of its own, and is the stock loop's."""
+    model = small_model("qwen3")
+    expected, short = compared(model, left_padded(5)), compared(model, left_padded(3))
+    inner = []
+    streamer = SimpleNamespace(
+        put=lambda tokens: inner.append(model.generate(**left_padded(3), max_new_tokens=20, do_sample=False)),
+        end=lambda: None,
+    )
+    options = {"max_new_tokens": 20, "do_sample": False, "streamer": streamer}
+    assert torch.equal(model.generate(**left_padded(5), **options), expected)
+    assert len(inner) == 21
+    assert all(torch.equal(found, short) for found in inner)
 
 
 def test_sampling_draws_from_the_distribution():

@@ -28,7 +28,8 @@ class Runtime:
 
     def __init__(self) -> None:
         self.sessions: OrderedDict[Any, Session] = OrderedDict()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+        self.busy = False  # seen true only by a call from within a call, of a streamer say
         self.weights: list[Any] = []
         self.last_reason: str | None = None
         self.told: set[str] = set()
@@ -56,6 +57,7 @@ class Runtime:
             while len(self.sessions) >= MAX_SESSIONS:
                 self.sessions.popitem(last=False)
             found = Session(model, rows, capacity, processors, do_sample)
+            found.capture()
         self.sessions[key] = found
         return found
 

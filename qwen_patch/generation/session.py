@@ -141,7 +141,7 @@ class Session:
     def step(self) -> None:
         """One token more for every row, in `tokens`. It only asks the GPU to, and returns."""
         if self.graph is None:
-            self._capture()
+            self.capture()
         self.graph.replay()
 
     def send(self) -> Callable[[], torch.Tensor]:
@@ -176,7 +176,7 @@ class Session:
         at = ids.clamp(min=0).expand(self.rows, MAX_BANNED)
         scores.scatter_reduce_(1, at, torch.where(now, -torch.inf, torch.inf).expand_as(at).to(scores.dtype), "amin")
 
-    def _capture(self) -> None:
+    def capture(self) -> None:
         """Captures one step. The step before it, which loads what is loaded lazily, is taken back."""
         kept = [t.clone() for t in (self.state[1:], self.tokens, self.history)]
         random = torch.cuda.get_rng_state(self.tokens.device)

@@ -42,12 +42,18 @@ class FastGenerate(Patched):
         if runtime.why_not(self, *call) is None:
             # A second thread waits: the buffers are one batch's. Tensors may be on another GPU than the current one.
             with runtime.lock, _current(input_ids.device):
-                session = self._session(runtime, input_ids, logits_processor, stopping_criteria, generation_config)
+                session = None
+                if not runtime.busy:
+                    session = self._session(runtime, input_ids, logits_processor, stopping_criteria, generation_config)
                 if session is not None:
-                    return generate(
-                        self, session, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
-                        model_kwargs,
-                    )  # fmt: skip
+                    runtime.busy = True
+                    try:
+                        return generate(
+                            self, session, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
+                            model_kwargs,
+                        )  # fmt: skip
+                    finally:
+                        runtime.busy = False
         return super()._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
         )
