@@ -230,8 +230,8 @@ def test_bfloat16_tokens_are_equal_without_the_kernels(name, mode, device):
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", ON_A_GPU)
 def test_offloaded_caches(mode, monkeypatch):
-    """Transformers copies a layer's cache back on a stream that waits for nothing: where the host is ahead of the GPU,
-    a stock model too reads keys that are not there yet. Waiting first leaves the patch as the only difference."""
+    """Transformers copies a layer's cache back on a stream that, in its code, waits for nothing: where the host is
+    ahead of the GPU, keys may be read that are not there yet. Waiting first leaves the patch as the only difference."""
 
     def prefetch_when_all_is_done(cache: Cache, *args: Any) -> None:
         torch.cuda.synchronize()
