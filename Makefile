@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+SOURCES = $(shell find csrc -type f)
 
 .PHONY: demo test test-all lint format clean
 
@@ -19,15 +20,15 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/update_readme.py --check
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc -type f)
+	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find csrc -type f)
+	$(BIN)/clang-format -i $(SOURCES)
 
 # The set-up, again when what it installs from has changed. The package is installed in place: edits count at once.
-$(VENV)/installed: pyproject.toml setup.py scripts/setup_environment.sh $(wildcard csrc/*/*)
+$(VENV)/installed: pyproject.toml setup.py scripts/setup_environment.sh $(SOURCES)
 	bash scripts/setup_environment.sh $(PYTHON) $(VENV)
 	touch $@
 

@@ -25,6 +25,7 @@ SAMPLE_TEXT = ASSETS / "sample_text.txt"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Official shapes for speed measurements, which need no trained weights: model_type, what differs from its defaults.
+QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5-0.5B": (
         "qwen2",
@@ -40,40 +41,34 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen3-0.6B": (
         "qwen3",
-        {
+        QWEN3
+        | {
             "hidden_size": 1024,
             "intermediate_size": 3072,
             "num_hidden_layers": 28,
             "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
             "tie_word_embeddings": True,
         },
     ),
     "Qwen3-1.7B": (
         "qwen3",
-        {
+        QWEN3
+        | {
             "hidden_size": 2048,
             "intermediate_size": 6144,
             "num_hidden_layers": 28,
             "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
             "tie_word_embeddings": True,
         },
     ),
     "Qwen3-8B": (
         "qwen3",
-        {
+        QWEN3
+        | {
             "hidden_size": 4096,
             "intermediate_size": 12288,
             "num_hidden_layers": 36,
             "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
             "tie_word_embeddings": False,
         },
     ),

@@ -20,6 +20,7 @@ from .recipes import RECIPES
 # The oldest and the first untested version of Transformers: the decoder layer's forward is re-written here.
 TRANSFORMERS_FROM, TRANSFORMERS_BEFORE = Version("5.17"), Version("5.25")
 GENERATIONS = ("auto", "stock")
+STOCK_ASKED = "generation=stock"  # why a plan leaves the loop of generate alone, where that was asked for
 SILU_CLASSES = ("SiLUActivation", "SiLU")
 
 
@@ -48,8 +49,8 @@ class Plan:
     fusion: str
     backend: str
     decisions: tuple[Decision, ...]
+    generation: Decision  # of the loop of `generate`
     notes: tuple[str, ...] = ()
-    generation: Decision | None = None  # of the loop of `generate`
 
     @property
     def replaced(self) -> tuple[Decision, ...]:
@@ -58,13 +59,13 @@ class Plan:
     @property
     def asked_generation(self) -> str:
         """The `generation` that makes this plan again."""
-        return "stock" if self.generation is not None and self.generation.reason == "generation=stock" else "auto"
+        return "stock" if self.generation.reason == STOCK_ASKED else "auto"
 
     @property
     def generation_line(self) -> str:
         """What runs the loop of `generate`, for people."""
-        if self.generation is None or self.generation.replacement is None:
-            return f"Transformers' own loop ({self.generation.reason if self.generation else 'not looked at'})"
+        if self.generation.replacement is None:
+            return f"Transformers' own loop ({self.generation.reason})"
         return f"{self.generation.replacement}, the decode runtime"
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto", gen
     _check_dtypes(model, decisions)
     _connect_layers(family, decisions)
     loop = _generation(model, family, recipe, backend, generation)
-    plan = Plan(type(model).__name__, family.model_type, fusion, backend, tuple(decisions.values()), notes, loop)
+    plan = Plan(type(model).__name__, family.model_type, fusion, backend, tuple(decisions.values()), loop, notes)
     if recipe and not plan.replaced:
         reasons = "; ".join(sorted({f"{d.site}: {d.reason}" for d in plan.decisions}))
         raise PatchError(f"nothing to replace in this {plan.model} with fusion={fusion}: {reasons}")
@@ -125,7 +126,7 @@ def _generation(model: nn.Module, family: Family, recipe: dict, backend: str, as
     name, module = next(((n, m) for n, m, cls in classes if (cls.__module__, cls.__name__) == wanted), ("", None))
     reason = None
     if asked == "stock":
-        reason = "generation=stock"
+        reason = STOCK_ASKED
     elif module is None:
         reason = f"the runtime does not know {family.model_type} with a head"
     elif set(recipe) != set(SITES):

@@ -44,6 +44,6 @@ fi
 
 for shape in ${subject:-Qwen2.5-0.5B Qwen3-0.6B Qwen3-8B}; do
   qwen_patch bench --device cuda --model "random:$shape" --fusion modules --rounds 5 --output "$out/generate_$shape"
-  qwen_patch bench --device cuda --model "random:$shape" --fusion mlp,rms,modules --prompt-lengths 128 --new-tokens 64 --rounds 5 --static \
-    --output "$out/ablations_$shape"
+  qwen_patch bench --device cuda --model "random:$shape" --fusion mlp,rms,modules --prompt-lengths 128 --new-tokens 64 \
+    --rounds 5 --static --output "$out/ablations_$shape"
 done

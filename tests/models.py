@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -85,3 +86,25 @@ def token_ids(*shape: int, device: str = "cpu") -> torch.Tensor:
 def answers(model: torch.nn.Module, ids: torch.Tensor, **kwargs: Any) -> Any:
     with torch.no_grad():
         return model(ids, **kwargs)
+
+
+def assert_parts_only_at_ties(
+    model: PreTrainedModel,
+    truth: Callable[[], PreTrainedModel],
+    mask: torch.Tensor | None,
+    expected: Iterable[torch.Tensor],
+    found: Iterable[torch.Tensor],
+) -> None:
+    """Where two greedy answers part, the float32 model's margin between the two tokens lies within what rounding does
+    to the two: twice the largest difference between its logits and the stock model's in its own dtype.
+
+    `truth` brings the float32 model, where one is needed; `mask` is the prompts', padded on the left.
+    """
+    for row, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if torch.equal(a, b):
+            continue
+        where = int((a != b).nonzero()[0])
+        text = a[None, int((mask[row] == 0).sum()) if mask is not None else 0 : where]
+        exact, stock = answers(truth(), text).logits[0, -1], answers(model, text).logits[0, -1].float()
+        margin = (exact[a[where]] - exact[b[where]]).abs()
+        assert margin <= 2 * (exact - stock).abs().max(), f"row {row} parts at {where} without a tie"

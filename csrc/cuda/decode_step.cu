@@ -88,7 +88,8 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
   STD_TORCH_CHECK(heads % kv == 0 && heads / kv <= MAX_GROUP, OP, ": supports up to 8 query heads a key-value head");
   STD_TORCH_CHECK(H >= blocks && intermediate >= blocks && heads * D >= blocks && V >= blocks, OP,
                   ": the model is too small for this device");
-  STD_TORCH_CHECK((H + blocks - 1) / blocks <= 16 * MAX_TILES, OP, ": hidden size ", H, " is too large");
+  STD_TORCH_CHECK(H <= MAX_HIDDEN && (H + blocks - 1) / blocks <= 16 * MAX_TILES, OP, ": hidden size ", H,
+                  " is too large");
   Exchange e(B, H, intermediate, heads * D, kv * D, max_splits, blocks);
   STD_TORCH_CHECK(exchange.numel() >= e.total, OP, ": exchange needs ", e.total, " words, has ", exchange.numel());
   STD_TORCH_CHECK(B * kv * max_splits <= blocks, OP, ": max_splits is too large");

@@ -77,12 +77,13 @@ def bytes_a_token(model: PreTrainedModel, context: int) -> int:
     return (weights + cache) * model.dtype.itemsize
 
 
-def _timed(call: Callable[[], Any], device: torch.device) -> float:
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """(seconds, what the call returned)."""
     timing.synchronize(device)
     start = time.perf_counter()
-    call()
+    result = call()
     timing.synchronize(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, result
 
 
 def measure(
@@ -100,9 +101,7 @@ def measure(
     agreements = {}
     for variant in variants:
         activate(model, variant)
-        cold = time.perf_counter()
-        found = generate(model, variant, ids, new_tokens)
-        samples[variant].cold_s = time.perf_counter() - cold
+        samples[variant].cold_s, found = _timed(lambda v=variant: generate(model, v, ids, new_tokens), device)
         agreements[variant] = compare_tokens(model, ids, expected, found, lambda v=variant: activate(model, v))
         step()
     for i in range(rounds):
@@ -113,8 +112,8 @@ def measure(
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             sample = samples[variant]
-            sample.first_token_s.append(_timed(lambda v=variant: generate(model, v, ids, 1), device))
-            sample.total_s.append(_timed(lambda v=variant: generate(model, v, ids, new_tokens), device))
+            sample.first_token_s.append(_timed(lambda v=variant: generate(model, v, ids, 1), device)[0])
+            sample.total_s.append(_timed(lambda v=variant: generate(model, v, ids, new_tokens), device)[0])
             if device.type == "cuda":
                 sample.peak_bytes = max(sample.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
             step()

@@ -10,9 +10,9 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, St
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import logits_process, stopping_criteria
 
-from ..modules.base import is_hooked, stock_class
+from ..modules.base import has_global_hooks, is_hooked, stock_class
 from ..ops import LIBRARIES
-from ..ops.decode_step import HEAD_DIMS, MAX_BATCH, MAX_GROUP, MAX_HIDDEN, MAX_ROWS_A_BLOCK
+from ..ops.decode_step import HEAD_DIMS, MAX_BANNED, MAX_BATCH, MAX_GROUP, MAX_HIDDEN, MAX_ROWS_A_BLOCK
 
 # Processors that work on the scores of the GPU alone, so that a graph can hold them. Exact classes: a subclass may do
 # anything.
@@ -34,6 +34,7 @@ CRITERIA = (
 # Rotary embeddings that depend on the position only, not on how long the sequence has become.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 RECORDER = "transformers.utils.output_capturing"
 # What generate may hand to the model beside the tokens: the runtime needs no more than the mask.
 CACHE_NAMES = ("past_key_values", "cache")  # before and from transformers 5.24 on
@@ -83,9 +84,7 @@ def _of_modules(model: nn.Module) -> str | None:
         if module.training:
             return "the model is in training mode"
         cls = stock_class(module)
-        if cls.__module__.startswith("torch.nn.modules.") and cls in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU):
-            continue
-        if not cls.__module__.startswith(("transformers.models.", "transformers.activations")):
+        if cls not in PLAIN and not cls.__module__.startswith(("transformers.models.", "transformers.activations")):
             return f"{name} is a {cls.__module__}.{cls.__name__}"
     rope = model.model.rotary_emb
     if getattr(rope, "rope_type", None) not in ROPE_TYPES:
@@ -98,8 +97,8 @@ def _is_watched(module: nn.Module) -> bool:
     hidden states or attentions, do nothing unless it is asked for them again."""
     if not is_hooked(module):
         return False
-    recorders = [h for h in module._forward_hooks.values() if getattr(h, "__module__", "") == RECORDER]
-    return bool(module._forward_pre_hooks) or len(recorders) < len(module._forward_hooks) or not module._forward_hooks
+    others = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") != RECORDER]
+    return bool(others or module._forward_pre_hooks or has_global_hooks())
 
 
 def _of_shapes(model: nn.Module) -> str | None:
@@ -176,6 +175,9 @@ def reason_against_call(
         other = next((type(item).__name__ for item in found if type(item) not in known), None)
         if other is not None:
             return f"the {kind} {other} needs the host at every token"
+    ends = max((p.eos_token_id.numel() for p in processors if type(p) in MINIMUM_LENGTHS), default=0)
+    if ends > MAX_BANNED:
+        return f"a minimal length holds {ends} ends of text back: the kernel knows {MAX_BANNED}"
     cache = cache_of(model_kwargs)
     if type(cache) is not DynamicCache or cache.offloading or {type(layer) for layer in cache.layers} - {DynamicLayer}:
         return f"the cache is a {type(cache).__name__}, not the default one"

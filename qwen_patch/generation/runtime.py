@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,33 @@ class Runtime:
             logger.info("generate runs Transformers' own loop: %s", self.last_reason)
         return self.last_reason
 
+    @contextmanager
+    def claim(self, model: nn.Module, device: torch.device, *wanted: Any) -> Iterator[Session | None]:
+        """The `session` wanted, for one call; None for a call from within a call, and where there is no memory.
+
+        A second thread waits: the buffers are one batch's. The device is made the current one.
+        """
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with self.lock, current:
+            session = None if self.busy else self._session_if_it_fits(model, *wanted)
+            if session is None:
+                yield None
+                return
+            self.busy = True
+            try:
+                yield session
+            finally:
+                self.busy = False
+
+    def _session_if_it_fits(self, model: nn.Module, *wanted: Any) -> Session | None:
+        try:
+            return self.session(model, *wanted)
+        except torch.OutOfMemoryError as error:
+            self.sessions.clear()
+            self.last_reason = "no memory for the cache of the decode runtime"
+            logger.warning("generate runs Transformers' own loop: %s (%s)", self.last_reason, error)
+            return None
+
     def session(self, model: nn.Module, rows: int, length: int, processors: Any, do_sample: bool) -> Session:
         """For `rows` sequences of up to `length` tokens: one from before, if the model is still what it was."""
         weights = weights_of(model)
@@ -57,7 +85,6 @@ class Runtime:
             while len(self.sessions) >= MAX_SESSIONS:
                 self.sessions.popitem(last=False)
             found = Session(model, rows, capacity, processors, do_sample)
-            found.capture()
         self.sessions[key] = found
         return found
 

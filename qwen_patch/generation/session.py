@@ -35,11 +35,15 @@ def layer_pointers(model: nn.Module) -> list[list[int]]:
     return rows
 
 
+def outer_weights(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+    """Those around the layers: embedding, final norm, head."""
+    return model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head.weight
+
+
 def weights_of(model: nn.Module) -> list[Any]:
     """All that a captured graph depends on in the model. If it is what it was, the graph still holds."""
-    outer = (model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head.weight)
-    norm = model.model.norm.variance_epsilon
-    return [layer_pointers(model), [w.data_ptr() for w in outer], outer[0].dtype, outer[0].device, norm]
+    outer, epsilon = outer_weights(model), model.model.norm.variance_epsilon
+    return [layer_pointers(model), [w.data_ptr() for w in outer], outer[0].dtype, outer[0].device, epsilon]
 
 
 def banned_by(processors: LogitsProcessorList) -> list[int]:
@@ -75,11 +79,7 @@ class Session:
         self.processors = LogitsProcessorList(p for p in processors if type(p) not in MINIMUM_LENGTHS)
         self.greedy = not do_sample and not self.processors
         attention, config = model.model.layers[0].self_attn, model.config
-        self.embedding, self.norm, self.head = (
-            model.get_input_embeddings().weight,
-            model.model.norm.weight,
-            model.lm_head.weight,
-        )
+        self.embedding, self.norm, self.head = outer_weights(model)
         device, dtype = self.embedding.device, self.embedding.dtype
         layers, kv_heads, head_dim = len(model.model.layers), config.num_key_value_heads, attention.head_dim
         hidden, intermediate = self.embedding.shape[1], model.model.layers[0].mlp.gate_proj.weight.shape[0]
@@ -108,7 +108,7 @@ class Session:
             self.history = torch.zeros(rows, capacity, dtype=torch.int64)
             self.banned = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32)
             self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph = self._captured()
 
     def start(self, cache: Cache, starts: Sequence[int], prompt: torch.Tensor, processors: LogitsProcessorList) -> None:
         """Takes over a prompt's cache [rows, kv_heads, T, D] a layer, row b from starts[b] on; prompt: its tokens.
@@ -140,8 +140,6 @@ class Session:
 
     def step(self) -> None:
         """One token more for every row, in `tokens`. It only asks the GPU to, and returns."""
-        if self.graph is None:
-            self.capture()
         self.graph.replay()
 
     def send(self) -> Callable[[], torch.Tensor]:
@@ -176,8 +174,8 @@ class Session:
         at = ids.clamp(min=0).expand(self.rows, MAX_BANNED)
         scores.scatter_reduce_(1, at, torch.where(now, -torch.inf, torch.inf).expand_as(at).to(scores.dtype), "amin")
 
-    def capture(self) -> None:
-        """Captures one step. The step before it, which loads what is loaded lazily, is taken back."""
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """One step, captured. The step before it, which loads what is loaded lazily, is taken back."""
         kept = [t.clone() for t in (self.state[1:], self.tokens, self.history)]
         random = torch.cuda.get_rng_state(self.tokens.device)
         side = torch.cuda.Stream(self.tokens.device)
@@ -191,4 +189,4 @@ class Session:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             self._work()
-        self.graph = graph
+        return graph

@@ -72,12 +72,12 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody's hooks watch calls of this module, so that the call must not be left out."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or nn_module._global_forward_hooks
-        or nn_module._global_forward_pre_hooks
-    )
+    return bool(module._forward_hooks or module._forward_pre_hooks) or has_global_hooks()
+
+
+def has_global_hooks() -> bool:
+    """Whether somebody's hooks watch the calls of all modules."""
+    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +10,6 @@ from ..generation.runtime import Runtime, generate
 from .base import Patched
 
 RUNTIME = "_qwen_patch_runtime"
-logger = logging.getLogger("qwen_patch")
 
 
 class FastGenerate(Patched):
@@ -40,34 +37,13 @@ class FastGenerate(Patched):
         runtime: Runtime = self.__dict__.setdefault(RUNTIME, Runtime())
         call = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         if runtime.why_not(self, *call) is None:
-            # A second thread waits: the buffers are one batch's. Tensors may be on another GPU than the current one.
-            with runtime.lock, _current(input_ids.device):
-                session = None
-                if not runtime.busy:
-                    session = self._session(runtime, input_ids, logits_processor, stopping_criteria, generation_config)
+            wanted = (len(input_ids), stopping_criteria.max_length, logits_processor, generation_config.do_sample)
+            with runtime.claim(self, input_ids.device, *wanted) as session:
                 if session is not None:
-                    runtime.busy = True
-                    try:
-                        return generate(
-                            self, session, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
-                            model_kwargs,
-                        )  # fmt: skip
-                    finally:
-                        runtime.busy = False
+                    return generate(
+                        self, session, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
+                        model_kwargs,
+                    )  # fmt: skip
         return super()._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
         )
-
-    def _session(self, runtime: Runtime, input_ids: Any, processors: Any, criteria: Any, config: Any) -> Any:
-        """None where there is no memory for one."""
-        try:
-            return runtime.session(self, len(input_ids), criteria.max_length, processors, config.do_sample)
-        except torch.OutOfMemoryError as error:
-            runtime.sessions.clear()
-            runtime.last_reason = "no memory for the cache of the decode runtime"
-            logger.warning("generate runs Transformers' own loop: %s (%s)", runtime.last_reason, error)
-            return None
-
-
-def _current(device: torch.device) -> AbstractContextManager:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -87,7 +87,7 @@ class NativeLibrary:
         if self.kind != "cuda":
             return None
         index = torch.cuda.current_device() if device.index is None else device.index
-        return _cuda_problem(str(self.path), index)
+        return _cuda_problem(index)
 
     def warn_once(self, reason: str, device: torch.device) -> None:
         if not self.warned:
@@ -101,8 +101,8 @@ class NativeLibrary:
 
 
 @functools.cache
-def _cuda_problem(path: str, index: int) -> str | None:
-    ask = ctypes.CDLL(path).qwen_patch_cuda_problem
+def _cuda_problem(index: int) -> str | None:
+    ask = ctypes.CDLL(str(LIBRARIES["cuda"].path)).qwen_patch_cuda_problem
     ask.restype = ctypes.c_char_p
     answer = ask(index)
     return None if answer is None else f"it can't run on {torch.cuda.get_device_name(index)}: {answer.decode()}"

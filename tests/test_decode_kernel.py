@@ -1,0 +1,229 @@
+"""The decode runtime on CUDA: its kernel against the stock model, its graphs and what makes them stale, its memory."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from models import assert_parts_only_at_ties, small_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LogitsProcessorList, PreTrainedModel
+
+import qwen_patch
+from qwen_patch.generation import runtime
+from qwen_patch.generation.session import Session
+from qwen_patch.loading import BUNDLED
+from qwen_patch.modules.causal_lm import RUNTIME
+
+pytestmark = pytest.mark.cuda
+
+
+def bundled(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED[name], padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED[name], dtype=dtype).to("cuda")
+    model.generation_config.eos_token_id = None
+    return model, tokenizer
+
+
+def random_batch(model: PreTrainedModel, *lengths: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)), device="cuda")
+    mask = torch.tensor([[int(i >= max(lengths) - n) for i in range(max(lengths))] for n in lengths], device="cuda")
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("lengths", [(7,), (5, 40, 1), (3, 9, 1, 30, 12, 30, 2, 8), (600, 900)], ids=len)
+def test_greedy_on_cuda(name, lengths):
+    model, _ = bundled(name)
+    inputs, options = random_batch(model, *lengths), {"max_new_tokens": 256, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    with qwen_patch.patched(model):
+        found = model.generate(**inputs, **options)
+        assert model.last_reason is None
+    assert_parts_only_at_ties(model, lambda: bundled(name, torch.float32)[0], inputs["attention_mask"], expected, found)
+
+
+SHAPES = {
+    "qwen2, 7 heads a group": ("qwen2", {"hidden_size": 896, "num_attention_heads": 14, "head_dim": 64}),
+    "qwen3, 128": ("qwen3", {"hidden_size": 1024, "num_attention_heads": 4, "head_dim": 128}),
+    "qwen3, 4 heads a group": ("qwen3", {"hidden_size": 2080, "num_attention_heads": 8, "head_dim": 128}),
+    "llama, long MLP": ("llama", {"hidden_size": 512, "intermediate_size": 12320, "head_dim": 128}),
+    "llama, one head a group": ("llama", {"hidden_size": 256, "num_key_value_heads": 4, "head_dim": 96}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "length"), [(1, 3), (1, 700), (2, 65), (8, 130)])
+def test_step_against_the_stock_forward(shape, dtype, rows, length):
+    """Logits of a step, judged as everything that sums in another order: the error against the stock model in float32
+    exceeds the stock model's own by at most a tenth, over eight inputs: a single one's ratio varies by as much."""
+    family, sizes = SHAPES[shape]
+    sizes = {"intermediate_size": 1536, "vocab_size": 1000, "initializer_range": 0.05} | sizes
+    model = small_model(family, dtype, "cuda", max_position_embeddings=2048, **sizes)
+    truth = small_model(family, torch.float32, "cuda", max_position_embeddings=2048, **sizes)
+    truth.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
+    session = Session(model, rows, 1024, LogitsProcessorList(), False)
+    errors = torch.zeros(2)
+    for _ in range(8):
+        ids = torch.randint(0, 1000, (rows, length + 1), device="cuda")
+        with torch.no_grad():
+            exact, stock = truth(ids).logits[:, -1], model(ids).logits[:, -1].float()
+            cache = DynamicCache(config=model.config)
+            model(ids[:, :-1], past_key_values=cache)
+            session.start(cache, [0] * rows, ids[:, :-1], LogitsProcessorList())
+            session.put(ids[:, -1])
+            session.step()
+        ours = session.logits.float()
+        errors += torch.stack([(ours - exact).square().sum(), (stock - exact).square().sum()]).cpu()
+        assert torch.equal(session.tokens, ours.argmax(-1))
+        assert session.state.tolist()[1:] == [length + 2] + [length + 1] * rows
+    assert errors[0].sqrt() <= 1.1 * errors[1].sqrt()
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["greedy", "with a processor"])
+def test_minimal_lengths_on_cuda(options):
+    """The end comes where the minimal length lets it, with one captured graph for all prompts and lengths."""
+    model, _ = bundled("tiny-qwen3")
+    qwen_patch.patch_model(model)
+    options |= {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 40}
+    for length in (5, 8):
+        inputs = random_batch(model, length)
+        free = model.generate(**inputs, **options)[0, length:]
+        end = int(free[3])
+        first = int((free == end).nonzero()[0]) + 1
+        for minimum in (first, first + 9):
+            found = model.generate(**inputs, **options, eos_token_id=end, min_new_tokens=minimum)[0, length:]
+            assert model.last_reason is None
+            ends = (found == end).nonzero().flatten().tolist()
+            assert all(i >= minimum for i in ends)
+            assert len(found) == (ends[0] + 1 if ends else 40)
+    assert len(model.__dict__[RUNTIME].sessions) == 1
+
+
+def test_same_seed_same_tokens():
+    model, _ = bundled("tiny-qwen3")
+    qwen_patch.patch_model(model)
+    options = {"max_new_tokens": 48, "do_sample": True, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "temperature": 1.3}
+    inputs = random_batch(model, 9, 4)
+    found = []
+    for seed in (3, 3, 4, 3):  # the first call captures the graph
+        torch.manual_seed(seed)
+        found.append(model.generate(**inputs, **options, pad_token_id=0))
+    assert model.last_reason is None
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[3])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_sampled_tokens_have_the_stock_distribution():
+    """The second new token, over many draws, against what the stock model draws: chi-square of two samples over the
+    common tokens. With df degrees of freedom it exceeds df + 5 sqrt(2 df) about once in a million runs."""
+    model, _ = bundled("tiny-qwen2")
+    inputs = random_batch(model, 6)
+    inputs = {key: value.expand(8, -1) for key, value in inputs.items()}
+    options = {"max_new_tokens": 2, "do_sample": True, "temperature": 1.5, "top_k": 12, "pad_token_id": 0}
+    counts = []
+    for patch in (False, True):
+        if patch:
+            qwen_patch.patch_model(model)
+        drawn = torch.cat([model.generate(**inputs, **options)[:, -1] for _ in range(150)])
+        counts.append(drawn.bincount(minlength=model.config.vocab_size).double())
+    both = counts[0] + counts[1]
+    common = both >= 20
+    statistic = float(((counts[0] - counts[1])[common] ** 2 / both[common]).sum())
+    df = int(common.sum())
+    assert df > 5
+    assert statistic < df + 5 * math.sqrt(2 * df)
+
+
+def edit(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.mul_(-1)
+
+
+def replace(model: PreTrainedModel) -> None:
+    layer = model.model.layers[1]
+    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().flip(0).contiguous())
+
+
+def retype(model: PreTrainedModel) -> None:
+    model.half()
+
+
+def move(model: PreTrainedModel) -> None:
+    model.cpu().cuda()
+
+
+@pytest.mark.parametrize("change", [edit, replace, retype, move])
+def test_nothing_stale_is_replayed(change):
+    model, _ = bundled("tiny-qwen3")
+    inputs, options = random_batch(model, 6, 11), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    qwen_patch.patch_model(model)
+    before = model.generate(**inputs, **options)
+    change(model)
+    found = model.generate(**inputs, **options)
+    fresh = Session(model, 2, 256, LogitsProcessorList(), False)
+    model.__dict__[RUNTIME].sessions.clear()
+    assert torch.equal(model.generate(**inputs, **options), found)
+    assert fresh.embedding.dtype == model.dtype
+    assert torch.equal(found, before) == (change is move)
+
+
+def test_two_threads_on_one_model():
+    model, _ = bundled("tiny-qwen3")
+    qwen_patch.patch_model(model)
+    prompts = [random_batch(model, 5), random_batch(model, 9)]
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected = [model.generate(**inputs, **options) for inputs in prompts]
+    found: list[list[torch.Tensor]] = [[], []]
+
+    def work(i: int) -> None:
+        for _ in range(4):
+            found[i].append(model.generate(**prompts[i], **options))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(2):
+        assert len(found[i]) == 4
+        assert all(torch.equal(result, expected[i]) for result in found[i])
+
+
+def test_memory_comes_back_and_does_not_grow():
+    model, _ = bundled("tiny-qwen2")
+    inputs = random_batch(model, 5)
+    model.generate(**inputs, max_new_tokens=4)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    qwen_patch.patch_model(model)
+    used = []
+    for length in (20, 300, 600, 20, 300, 600, 20):
+        model.generate(**inputs, max_new_tokens=length, do_sample=False)
+        used.append(torch.cuda.memory_allocated() - before)
+    assert len(model.__dict__[RUNTIME].sessions) == runtime.MAX_SESSIONS
+    assert used[-1] <= max(used[:4])
+    qwen_patch.unpatch_model(model)
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before + 2**20  # what the library for matrix products keeps
+
+
+def test_no_memory_for_a_session(monkeypatch, caplog):
+    model, _ = bundled("tiny-qwen2")
+    inputs, options = random_batch(model, 5), {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    qwen_patch.patch_model(model, fusion="both")
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runtime, "Session", full)
+    found = model.generate(**inputs, **options)
+    assert found.shape == expected.shape
+    assert "no memory for the cache of the decode runtime" in caplog.text
