@@ -11,15 +11,15 @@ constexpr const char* OP = "decode_step";
 // Sizes of what blocks exchange, in 4-byte words from the start of the `exchange` tensor; every part a multiple of 16
 // bytes. ops/decode_step.py asks for the sum.
 struct Exchange {
-  int64_t qkv, parts, scales, hidden, activation, best, total;
-  Exchange(int64_t B, int64_t H, int64_t I, int64_t q, int64_t kv, int64_t splits, int64_t blocks) {
+  int64_t qkv, parts, weights, hidden, activation, best, total;
+  Exchange(int64_t B, int64_t H, int64_t I, int64_t q, int64_t kv, int64_t heads, int64_t splits, int64_t blocks) {
     qkv = 0;
     parts = qkv + B * (q + 2 * kv);
-    scales = parts + splits * B * q;
-    hidden = scales + splits * B * q / 8;
+    weights = parts + splits * B * q;
+    hidden = weights + (splits * B * heads * 2 + 3) / 4 * 4;
     activation = hidden + B * H;
     best = activation + B * I;
-    total = best + blocks * MAX_BATCH * 4;
+    total = best + blocks * MAX_BATCH * 2;
   }
 };
 
@@ -39,7 +39,6 @@ void launch_step(Step<T> p, int blocks, cudaStream_t stream) {
   if (wanted > 0 && wanted < slots) slots = wanted;
   STD_TORCH_CHECK(slots >= 3, OP, ": needs shared memory for 3 slots, this device has ", limit, " bytes a block");
   p.slots = slots;
-  if (p.in_flight <= 0 || p.in_flight > slots) p.in_flight = slots;
   int bytes = Layout<T, D, SHIFT>(p).total;
   auto kernel = decode_step_kernel<T, D, SHIFT>;
   check(OP, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
@@ -75,7 +74,7 @@ void launch_for(int64_t D, const Step<T>& p, int blocks, cudaStream_t stream) {
 void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin,
                  Tensor tokens, Tensor cache, Tensor exchange, Tensor state, Tensor history, Tensor banned,
                  Tensor logits, int64_t heads, int64_t intermediate, double eps, double scale, bool greedy,
-                 int64_t max_splits, int64_t split_keys, int64_t slots, int64_t in_flight) {
+                 int64_t max_splits, int64_t split_keys, int64_t slots) {
   DeviceGuard guard(embedding);
   STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, OP, ": expects banned [9], got ", describe(banned));
   int64_t B = tokens.size(0), V = embedding.size(0), H = embedding.size(1), L = layers.size(0);
@@ -90,7 +89,7 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
                   ": the model is too small for this device");
   STD_TORCH_CHECK(H <= MAX_HIDDEN && (H + blocks - 1) / blocks <= 16 * MAX_TILES, OP, ": hidden size ", H,
                   " is too large");
-  Exchange e(B, H, intermediate, heads * D, kv * D, max_splits, blocks);
+  Exchange e(B, H, intermediate, heads * D, kv * D, heads, max_splits, blocks);
   STD_TORCH_CHECK(exchange.numel() >= e.total, OP, ": exchange needs ", e.total, " words, has ", exchange.numel());
   STD_TORCH_CHECK(B * kv * max_splits <= blocks, OP, ": max_splits is too large");
   auto run = [&](auto zero) {
@@ -123,15 +122,16 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
     p.logits = out_ptr<T>(logits);
     unsigned* words = out_ptr<unsigned>(exchange);
     p.qkv = words + e.qkv;
-    p.parts = words + e.parts;
-    p.part_scales = reinterpret_cast<uint4*>(words + e.scales);
+    p.parts = reinterpret_cast<uint2*>(words + e.parts);
+    p.part_weights = reinterpret_cast<uint2*>(words + e.weights);
     p.hidden = words + e.hidden;
     p.activation = words + e.activation;
-    p.best = reinterpret_cast<uint4*>(words + e.best);
+    p.best = reinterpret_cast<uint2*>(words + e.best);
     p.max_splits = static_cast<int>(max_splits);
     p.split_keys = static_cast<int>(split_keys);
     p.slots = static_cast<int>(slots);
-    p.in_flight = static_cast<int>(in_flight);
+    auto octets = [&](int64_t n) { return static_cast<int>((n + blocks * 8 - 1) / (blocks * 8)); };  // of a block
+    p.route_count = (octets(heads * D) + 2 * octets(kv * D) + 1) / 2 * 16;
     int h_chunks = static_cast<int>((H + CHUNK - 1) / CHUNK);
     // With one row the whole input of the longest stage is kept; with more, at least a normed input.
     p.x_chunks = B == 1 && h_chunks < 8 ? 8 : h_chunks;

@@ -92,10 +92,9 @@ class Session:
             "scale": attention.scaling,
             "max_splits": splits,
             "split_keys": SPLIT_KEYS,
-            "in_flight": 3,
         }
         q, kv = config.num_attention_heads * head_dim, kv_heads * head_dim
-        words = exchange_words(rows, hidden, intermediate, q, kv, splits, blocks)
+        words = exchange_words(rows, hidden, intermediate, q, kv, config.num_attention_heads, splits, blocks)
         with torch.inference_mode(False), torch.device(device):
             self.table = torch.tensor(layer_pointers(model), dtype=torch.int64, device=device)
             positions = torch.arange(capacity)[None]

@@ -26,14 +26,16 @@ _TORCH_LIBRARY.define(
     "decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin, "
     "Tensor(a!) tokens, Tensor(b!) cache, Tensor(c!) exchange, Tensor(d!) state, Tensor(e!) history, "
     "Tensor banned, Tensor(f!) logits, int heads, int intermediate, float eps, float scale, bool greedy, "
-    "int max_splits, int split_keys, int slots, int in_flight) -> ()"
+    "int max_splits, int split_keys, int slots) -> ()"
 )
 
 
-def exchange_words(batch: int, hidden: int, intermediate: int, q: int, kv: int, splits: int, blocks: int) -> int:
+def exchange_words(
+    batch: int, hidden: int, intermediate: int, q: int, kv: int, heads: int, splits: int, blocks: int
+) -> int:
     """Size of the `exchange` buffer, in int32: what the multiprocessors hand each other. It must start as zeros."""
-    qkv, parts = batch * (q + 2 * kv), splits * batch * q
-    return qkv + parts + parts // 8 + batch * (hidden + intermediate) + blocks * MAX_BATCH * 4
+    parts, weights = splits * batch * q, (splits * batch * heads * 2 + 3) // 4 * 4
+    return batch * (q + 2 * kv) + parts + weights + batch * (hidden + intermediate) + blocks * MAX_BATCH * 2
 
 
 def decode_step(
@@ -59,7 +61,6 @@ def decode_step(
     max_splits: int,
     split_keys: int,
     slots: int = 0,
-    in_flight: int = 0,
 ) -> None:
     """One step. B sequences, L layers, H hidden, D head_dim, V vocabulary; weights and cache of one 16-bit dtype.
 
@@ -69,10 +70,10 @@ def decode_step(
     state[2 + b]. exchange: see `exchange_words`. state: int32 [2 + B]: {round, column, length of each sequence}; the
     step adds 1 to all. banned: int32 [1 + MAX_BANNED], {column, token ids, -1 ...}: not chosen before that column.
     logits: [B, V], written. scale: of q.k. max_splits, split_keys: at most so many parts a context is cut into, of at
-    least so many keys. slots, in_flight: of the ring of weights; 0 means as many as fit. Rounding is the stock model's
-    at every point; sums are fp32, in another order.
+    least so many keys. slots: of the ring of weights; 0 means as many as fit. Rounding is the stock model's at every
+    point; sums are fp32, in another order.
     """
     torch.ops.qwen_patch.decode_step(
         layers, embedding, final_norm, lm_head, cos, sin, tokens, cache, exchange, state, history, banned, logits,
-        heads, intermediate, eps, scale, greedy, max_splits, split_keys, slots, in_flight,
+        heads, intermediate, eps, scale, greedy, max_splits, split_keys, slots,
     )  # fmt: skip

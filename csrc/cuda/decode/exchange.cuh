@@ -62,24 +62,28 @@ __device__ __forceinline__ uint2 values(const uint4& v) {
   return make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410));
 }
 
-// Two 32-bit values under one flag, in 16 bytes that are written and read as one access (PTX: .b128 is single-copy
-// atomic on sm_70 and later).
-__device__ __forceinline__ void put_pair(uint4* word, unsigned a, unsigned b, unsigned epoch) {
-  asm volatile(
-      "{\n.reg .b64 lo, hi;\n.reg .b128 v;\nmov.b64 lo, {%1, %2};\nmov.b64 hi, {%3, %3};\nmov.b128 v, {lo, hi};\n"
-      "st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(word),
-      "r"(a), "r"(b), "r"(epoch)
-      : "memory");
+// Words of 64 bits hold more under one flag.
+__device__ __forceinline__ void put64(uint2* word, uint2 v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(static_cast<uint64_t>(v.y) << 32 | v.x)
+               : "memory");
 }
-__device__ __forceinline__ uint4 look_pair(const uint4* word) {
-  uint4 v;
-  asm volatile(
-      "{\n.reg .b64 lo, hi;\n.reg .b128 v;\nld.relaxed.gpu.global.b128 v, [%4];\nmov.b128 {lo, hi}, v;\n"
-      "mov.b64 {%0, %1}, lo;\nmov.b64 {%2, %3}, hi;\n}"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(word)
-      : "memory");
-  return v;
+__device__ __forceinline__ uint2 look64(const uint2* word) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
+  return make_uint2(static_cast<unsigned>(v), static_cast<unsigned>(v >> 32));
+}
+
+// Two floats of 24 bits (15 of mantissa: 2^-16, far below what the values are rounded to later) and an epoch of 16.
+__device__ __forceinline__ unsigned rounded24(float x) {
+  unsigned bits = __float_as_uint(x), magnitude = min((bits & 0x7fffffffu) + 0x80u, 0x7fffff80u);  // a NaN stays one
+  return (magnitude >> 8) | ((bits >> 8) & 0x800000u);
+}
+__device__ __forceinline__ uint2 word_of(float a, float b, unsigned epoch) {
+  unsigned a24 = rounded24(a), b24 = rounded24(b);
+  return make_uint2(a24 | (b24 << 24), (b24 >> 8) | (epoch << 16));
+}
+__device__ __forceinline__ float2 floats_of(unsigned lo, unsigned hi) {
+  return make_float2(__uint_as_float(lo << 8), __uint_as_float((hi << 16) | ((lo >> 24) << 8)));
 }
 
 }  // namespace qwen_patch::cuda::decode

@@ -1,21 +1,26 @@
 // The linears of a decode step, on tensor cores: y[n, b] = W[n, k] x[b, k], the weights as the 16-row side of
 // mma.m16n8k16, the batch as its 8 columns, fp32 sums. 1 to 8 rows of a batch cost alike.
 //
-// All 16 warps work on one tile of 16 rows, each on 64 of every 1,024 columns. So a warp needs only its own columns of
-// x: it waits for those, and no barrier lies between their arrival and the product. Partial sums meet in shared memory,
-// one barrier a group of tiles. Within 32 columns k is permuted, so that a lane's operands are 16 bytes in a row.
+// All warps work on one tile of 16 rows, each on its 128 of every 1,024 columns. So a warp needs only its own columns
+// of x: it waits for those, and no barrier lies between their arrival and the product. Partial sums meet in shared
+// memory, one barrier a group of tiles. Within 32 columns k is permuted, so that a lane's operands are 16 bytes in a
+// row.
+//
+// What a lane reads for rows of the batch or of the weights that are not there is whatever lies in shared memory: rows
+// and columns of a product do not mix, and nobody reads those results.
 #pragma once
 
 #include "../silu_mul_kernel.cuh"
 #include "exchange.cuh"
 #include "program.cuh"
-#include "ring.cuh"
 
 namespace qwen_patch::cuda::decode {
 
 constexpr int MAX_HIDDEN = 8192;
+constexpr int MAX_CHUNKS = MAX_HIDDEN / CHUNK;  // of an input that is normed
 constexpr int MAX_TILES = 4;   // of a stage whose input is too long to be kept (o and down): 64 rows a block
-constexpr int SUM_PITCH = 20;  // floats: the sums of 16 warps for one output, padded against bank conflicts
+constexpr int SUM_PITCH = 12;  // floats: the sums of 8 warps for one output, padded against bank conflicts
+constexpr int ASKED = 8;       // reads of exchanged words that a lane has under way
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMER_THREADS) : "memory"); }
 
@@ -47,71 +52,113 @@ __device__ __forceinline__ float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
-// Where a stage's input comes from. fetch() asks for 4 values of row b from column k on; it is false while they are not
-// all there.
-template <typename T>
+// Asks for those of N words whose bit is set in `pending`, again and again for those that have not arrived. The words
+// must start as zeros, though nobody reads those: a register that is set on a condition only is kept from one layer to
+// the next, and some hundred of them were spilled.
+template <int N, typename Ask, typename Arrived>
+__device__ __forceinline__ void poll(unsigned pending, Ask&& ask, Arrived&& has_arrived) {
+#pragma unroll 1
+  while (pending) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (pending >> i & 1) ask(i);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (has_arrived(i)) pending &= ~(1u << i);
+  }
+}
+
+// Where a stage's input comes from. fetch() waits for ASKED times 4 values: number i is of row i % ROOM, from column
+// k + i / ROOM * CHUNK on. Only those whose bit is set in `wanted` are there, and asked for.
 struct FromWords {
-  static constexpr int AT_ONCE = 4;  // requests of a lane under way
   const unsigned* words;
   int K;
   unsigned epoch;
-  __device__ __forceinline__ bool fetch(int b, int k, uint2& x) const {
-    uint4 v = look4(words + b * K + k);
-    x = values(v);
-    return arrived(v, epoch);
+  template <int ROOM>
+  __device__ __forceinline__ void fetch(uint2 (&x)[ASKED], int k, unsigned wanted) const {
+    uint4 v[ASKED] = {};
+    poll<ASKED>(
+        wanted, [&](int i) { v[i] = look4(words + (i % ROOM) * K + (k + i / ROOM * CHUNK)); },
+        [&](int i) { return arrived(v[i], epoch); });
+#pragma unroll
+    for (int i = 0; i < ASKED; ++i) x[i] = values(v[i]);
   }
 };
 template <typename T>
 struct FromEmbedding {
-  static constexpr int AT_ONCE = 1;
   const T* table;
   const int64_t* tokens;
   int H;
-  __device__ __forceinline__ bool fetch(int b, int k, uint2& x) const {
-    x = *reinterpret_cast<const uint2*>(table + tokens[b] * H + k);
-    return true;
+  template <int ROOM>
+  __device__ __forceinline__ void fetch(uint2 (&x)[ASKED], int k, unsigned wanted) const {
+#pragma unroll
+    for (int i = 0; i < ASKED; ++i) {
+      x[i] = make_uint2(0, 0);
+      if (wanted >> i & 1)
+        x[i] = *reinterpret_cast<const uint2*>(table + tokens[i % ROOM] * H + (k + i / ROOM * CHUNK));
+    }
   }
 };
 // The parts of attention over `splits` pieces of the context (attention.cuh): combined by who reads them.
 template <typename T, int D>
 struct FromParts {
-  static constexpr int AT_ONCE = 1;
-  const unsigned* parts;
-  const uint4* scales;
-  int B, K, splits;  // K = heads * D
+  const uint2 *parts, *weights;  // [split, B, K] in words of two values; [split, B, heads]
+  int B, K, splits;              // K = heads * D
   unsigned epoch;
-  __device__ __forceinline__ bool fetch(int b, int k, uint2& x) const {
-    float top = -INFINITY, weight = 0.f, sum[4] = {0.f, 0.f, 0.f, 0.f};
+
+  // One part is all there is.
+  template <int ROOM>
+  __device__ __forceinline__ void fetch(uint2 (&x)[ASKED], int k, unsigned wanted) const {
+    uint4 v[ASKED] = {};
+    poll<ASKED>(
+        wanted, [&](int i) { v[i] = look_at(i % ROOM, k + i / ROOM * CHUNK); },
+        [&](int i) { return arrived(v[i].y, epoch) && arrived(v[i].w, epoch); });
+#pragma unroll
+    for (int i = 0; i < ASKED; ++i) {
+      float2 lo = floats_of(v[i].x, v[i].y), hi = floats_of(v[i].z, v[i].w);
+      x[i] = make_uint2(pack2<T>(lo.x, lo.y), pack2<T>(hi.x, hi.y));
+    }
+  }
+
+  // 4 values of row b from column k on, AT_ONCE parts of them at a time.
+  __device__ __forceinline__ uint2 combined(int b, int k) const {
+    constexpr int AT_ONCE = 4;
+    float top = -INFINITY, weight = 0.f, sum[4] = {};
 #pragma unroll 1
-    for (int s0 = 0; s0 < splits; s0 += 4) {
-      uint4 v[4], m[4];
-      bool ready = true;
+    for (int s0 = 0; s0 < splits; s0 += AT_ONCE) {
+      uint4 v[AT_ONCE] = {};
+      uint2 w[AT_ONCE] = {};
+      unsigned wanted = 0xfu >> max(0, AT_ONCE - (splits - s0));
+      poll<AT_ONCE>(
+          wanted,
+          [&](int i) {
+            int row = (s0 + i) * B + b;
+            v[i] = look_at(row, k);
+            w[i] = look64(weights + row * (K / D) + k / D);
+          },
+          [&](int i) { return arrived(v[i].y, epoch) && arrived(v[i].w, epoch) && w[i].y == epoch; });
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (s0 + i < splits) {
-          int row = (s0 + i) * B + b;
-          v[i] = look4(parts + row * K + k);
-          m[i] = look_pair(scales + (row * K + k) / 32);
-          ready = ready && arrived(v[i], epoch) && m[i].z == epoch;
-        }
-      if (!ready) return false;
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (s0 + i < splits) {
-          float log_weight = __uint_as_float(m[i].x), scale = __uint_as_float(m[i].y);
-          if (log_weight == -INFINITY) continue;
-          float new_top = fmaxf(top, log_weight), keep = exp2f(top - new_top), mine = exp2f(log_weight - new_top);
-          top = new_top;
-          weight = weight * keep + mine;
-          unsigned w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            sum[j] = sum[j] * keep + mine * scale * __half2float(__ushort_as_half(static_cast<unsigned short>(w[j])));
-        }
+      for (int i = 0; i < AT_ONCE; ++i)
+        if (wanted >> i & 1) add(__uint_as_float(w[i].x), v[i], top, weight, sum);
     }
     float r = 1.f / weight;
-    x = make_uint2(pack2<T>(sum[0] * r, sum[1] * r), pack2<T>(sum[2] * r, sum[3] * r));
-    return true;
+    return make_uint2(pack2<T>(sum[0] * r, sum[1] * r), pack2<T>(sum[2] * r, sum[3] * r));
+  }
+
+ private:
+  __device__ __forceinline__ uint4 look_at(int row, int k) const {
+    return look4(reinterpret_cast<const unsigned*>(parts) + row * K + k);
+  }
+  // One part more: the flash-attention recurrence, with logarithms to base 2.
+  __device__ static __forceinline__ void add(float log_weight, const uint4& v, float& top, float& weight,
+                                             float (&sum)[4]) {
+    if (log_weight == -INFINITY) return;
+    float new_top = fmaxf(top, log_weight), keep = exp2f(top - new_top), mine = exp2f(log_weight - new_top);
+    float2 lo = floats_of(v.x, v.y), hi = floats_of(v.z, v.w);
+    top = new_top;
+    weight = weight * keep + mine;
+    sum[0] = sum[0] * keep + mine * lo.x, sum[1] = sum[1] * keep + mine * lo.y;
+    sum[2] = sum[2] * keep + mine * hi.x, sum[3] = sum[3] * keep + mine * hi.y;
   }
 };
 
@@ -122,124 +169,133 @@ struct Consumer {
   static constexpr int ROOM = 1 << SHIFT;
   const Step<T>& p;
   Ring ring;
-  Place at;
-  char* x;         // this warp's columns of the input: [chunk][row of the batch] x 128 bytes
-  float* squares;  // [row of the batch][warp] sums of squares
-  float* sums;     // [tile of a group][16 rows][batch] x SUM_PITCH, two of them in turns
-  int sums_size, flip;
+  unsigned x;             // shared address of this warp's columns of the input: [chunk][row of the batch] x 256 bytes
+  float *squares, *sums;  // [row of the batch][warp]; [tile of a group][16 rows][batch] x SUM_PITCH, two in turns
+  int sums_size;
   int warp, lane;
+  Place at = {};
+  int flip = 0;
 
-  // Odd rows of the batch keep their two halves swapped: a fragment's read covers two rows.
-  __device__ __forceinline__ uint2* x_at(int chunk, int b, int piece) const {
-    return reinterpret_cast<uint2*>(x + (((chunk << SHIFT) + b) << 7) + (((piece >> 3) ^ (b & 1)) << 6) +
-                                    ((piece & 7) << 3));
+  // Called where a stage begins: what follows is computed there. The compiler would compute every stage's addresses
+  // before the loop over the layers, some 400 of them, and keep them in local memory.
+  __device__ __forceinline__ void begin_stage() {
+    asm volatile("" : "+r"(lane), "+r"(warp), "+r"(x), "+r"(ring.slots));
   }
 
-  // Waits for this warp's columns of chunks [first, first + n) and keeps them.
+  // Odd rows of the batch keep their halves of 128 bytes swapped: a fragment's read covers two rows.
+  __device__ __forceinline__ unsigned x_at(int chunk, int b) const {
+    return x + (((chunk << SHIFT) + b) << 8) + (((lane >> 3) ^ (b & 1)) << 6) + ((lane & 7) << 3);
+  }
+  // In how many of `n` chunks from column `first` on this lane has its 4 columns.
+  __device__ __forceinline__ int chunks_here(int first, int n, int K) const {
+    return min(n, (K - (first + warp * COLUMNS + lane * 4) + CHUNK - 1) >> 10);
+  }
+
+  // Waits for this warp's columns of chunks [first, first + n) and keeps them; returns the sum of their squares.
+  template <typename Source>
+  __device__ __forceinline__ void take(const Source& source, int first, int n, int K, float (&square_sums)[ROOM]) {
+    constexpr int AT_ONCE = ASKED / ROOM;  // chunks
+    int k = first * CHUNK + warp * COLUMNS + lane * 4, here = chunks_here(first * CHUNK, n, K);
+#pragma unroll 1
+    for (int c = 0; c < n; c += AT_ONCE, k += AT_ONCE * CHUNK) {
+      unsigned wanted = 0;
+      if constexpr (ROOM == 1)
+        wanted = here > c ? 0xffu >> (8 - min(here - c, 8)) : 0u;
+      else
+        wanted = here > c ? 0xffu >> (8 - p.B) : 0u;
+      uint2 v[ASKED];
+      source.template fetch<ROOM>(v, k, wanted);
+#pragma unroll
+      for (int i = 0; i < ASKED; ++i)
+        if (wanted >> i & 1) {
+          store64(x_at(c + i / ROOM, i % ROOM), v[i]);
+          float2 a = unpack2<T>(v[i].x), b = unpack2<T>(v[i].y);
+          square_sums[i % ROOM] += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
+        }
+    }
+    __syncwarp();
+  }
   template <typename Source>
   __device__ __forceinline__ void take(const Source& source, int first, int n, int K) {
-    constexpr int N = Source::AT_ONCE;
-    int total = n << (4 + SHIFT);
+    float unused[ROOM] = {};
+    take(source, first, n, K, unused);
+  }
+  template <int D>
+  __device__ __forceinline__ void take(const FromParts<T, D>& source, int first, int n, int K) {
+    if (source.splits == 1) {
+      float unused[ROOM] = {};
+      take(source, first, n, K, unused);
+      return;
+    }
+    int k = first * CHUNK + warp * COLUMNS + lane * 4, here = chunks_here(first * CHUNK, n, K);
 #pragma unroll 1
-    for (int u0 = lane; u0 < total; u0 += 32 * N) {
-      int b[N], k[N];
-      uint2 v[N];
-      bool ready;
+    for (int c = 0; c < here; ++c, k += CHUNK)
+#pragma unroll 1
+      for (int b = 0; b < p.B; ++b) store64(x_at(c, b), source.combined(b, k));
+    __syncwarp();
+  }
+
+  // A stage's whole input, with RMSNorm at the stock model's rounding: x * rsqrt, ROUND, times weight, ROUND.
+  template <typename Source>
+  __device__ __forceinline__ void take_normed(const Source& source, const T* weight, int K) {
+    begin_stage();
+    int chunks = (K + CHUNK - 1) / CHUNK, here = chunks_here(0, chunks, K);
+    uint2 w[MAX_CHUNKS] = {};
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        int u = u0 + 32 * i;
-        b[i] = (u >> 4) & (ROOM - 1);
-        k[i] = (first + (u >> (4 + SHIFT))) * CHUNK + warp * 64 + (u & 15) * 4;
-        if (u >= total || b[i] >= p.B || k[i] >= K) b[i] = -1;
-      }
-      do {
-        ready = true;
+    for (int c = 0; c < MAX_CHUNKS; ++c)
+      if (c < here) w[c] = *reinterpret_cast<const uint2*>(weight + c * CHUNK + warp * COLUMNS + lane * 4);
+    float s[ROOM] = {};
+    take(source, 0, chunks, K, s);
+    sum_over_lanes(s);
+    if constexpr (ROOM == 1) {
+      if (lane == 0) squares[warp] = s[0];
+    } else {
+      if ((lane & 3) == 0) squares[(lane >> 2) * CONSUMERS + warp] = s[0];
+    }
+    consumers_sync();
+    const float4* of_warps = reinterpret_cast<const float4*>(squares + (lane & (ROOM - 1)) * CONSUMERS);
+    float4 a = of_warps[0], b = of_warps[1];
+    float r = rsqrtf(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p.inverse_H + p.eps);
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-          if (b[i] >= 0) ready = source.fetch(b[i], k[i], v[i]) && ready;
-      } while (!ready);
+    for (int row = 0; row < ROOM; ++row) {
+      float scale = ROOM == 1 ? r : __shfl_sync(~0u, r, row);
+      if (row < p.B)
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        int u = u0 + 32 * i;
-        if (b[i] >= 0) *x_at(u >> (4 + SHIFT), b[i], u & 15) = v[i];
-      }
+        for (int c = 0; c < MAX_CHUNKS; ++c)
+          if (c < here) store64(x_at(c, row), normed(load64(x_at(c, row)), w[c], scale));
     }
     __syncwarp();
   }
 
-  // A stage's whole input, with RMSNorm at the stock model's rounding: x * rsqrt, ROUND, times weight, ROUND. With one
-  // row of the batch it stays in registers until it is normed.
-  template <typename Source>
-  __device__ __forceinline__ void take_normed(const Source& source, const T* weight, int K) {
-    if constexpr (SHIFT == 0) {
-      constexpr int N = MAX_HIDDEN / CHUNK / 2;
-      uint2 w[N], v[N];
-      int units = (K + CHUNK - 1) / CHUNK * 16;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        int k = column(lane + 32 * i);
-        v[i] = w[i] = make_uint2(0, 0);
-        if (lane + 32 * i < units && k < K) w[i] = *reinterpret_cast<const uint2*>(weight + k);
-      }
-      float squares_here = 0.f;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        int k = column(lane + 32 * i);
-        if (lane + 32 * i < units && k < K) {
-#pragma unroll 1
-          while (!source.fetch(0, k, v[i])) {
-          }
-          squares_here += square(v[i]);
-        }
-        if (32 * (i + 1) >= units) break;
-      }
-#pragma unroll
-      for (int o = 16; o; o >>= 1) squares_here += __shfl_xor_sync(~0u, squares_here, o);
-      if (lane == 0) squares[warp] = squares_here;
-      consumers_sync();
-      const float4* all = reinterpret_cast<const float4*>(squares);
-      float4 a = all[0], b = all[1], c = all[2], d = all[3];
-      float r = rsqrtf((((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w)) + ((c.x + c.y) + (c.z + c.w)) +
-                        ((d.x + d.y) + (d.z + d.w))) *
-                           p.inverse_H +
-                       p.eps);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        int u = lane + 32 * i;
-        if (u < units) *x_at(u >> 4, 0, u & 15) = normed(v[i], w[i], r);
-        if (32 * (i + 1) >= units) break;
-      }
-      __syncwarp();
-    } else {
-      take(source, 0, (K + CHUNK - 1) / CHUNK, K);
-      norm(weight, K);
-    }
-  }
-
-  // Adds a tile's products over one chunk to c and d. `second`: whether the tile has its second octet.
-  __device__ __forceinline__ void dot(float* c, float* d, int chunk_of_x, int k0, int K, bool second) {
-    int g8 = lane >> 2, t4 = lane & 3;
-    const char* row = ring.slots + at.slot * SLOT_BYTES + g8 * ROW_PITCH + warp * 128 + t4 * 16;
-    uint64_t* first_empty = ring.empty + at.slot;
-    barrier_wait(ring.full + at.slot, at.parity);
+  // Adds a tile's products over one chunk to c, in two sums. groups: of 32 columns, that this warp has in the chunk.
+  // `second`: whether the tile has its second octet.
+  __device__ __forceinline__ void dot(float (&c)[2][4], int chunk_of_x, int groups, bool second) {
+    int g8 = lane >> 2, t4 = lane & 3, b = g8 & (ROOM - 1);
+    unsigned in_slot = g8 * ROW_PITCH + warp * (2 * COLUMNS) + t4 * 16;
+    unsigned row = ring.slot(at.slot) + in_slot, first_empty = ring.empty(at.slot);
+    barrier_wait(ring.full(at.slot), at.parity);
     at.next(ring.count);
-    const char* row2 = row;
-    uint64_t* second_empty = first_empty;
+    unsigned row2 = row, second_empty = first_empty;
     if (second) {
-      row2 = ring.slots + at.slot * SLOT_BYTES + g8 * ROW_PITCH + warp * 128 + t4 * 16;
-      second_empty = ring.empty + at.slot;
-      barrier_wait(ring.full + at.slot, at.parity);
+      row2 = ring.slot(at.slot) + in_slot, second_empty = ring.empty(at.slot);
+      barrier_wait(ring.full(at.slot), at.parity);
       at.next(ring.count);
     }
-    const char* xb = x + (((chunk_of_x << SHIFT) + g8) << 7) + t4 * 16;
+    unsigned xb = x + (((chunk_of_x << SHIFT) + b) << 8) + t4 * 16, even = xb + ((b & 1) << 6),
+             odd = xb - ((b & 1) << 6);
+    uint4 A[4] = {}, A2[4] = {}, X[4] = {};
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-      if (k0 + warp * 64 + j * 32 < K) {
-        uint4 A = *reinterpret_cast<const uint4*>(row + j * 64), A2 = make_uint4(0, 0, 0, 0), X = A2;
-        if (second) A2 = *reinterpret_cast<const uint4*>(row2 + j * 64);
-        if (g8 < p.B) X = *reinterpret_cast<const uint4*>(xb + ((j ^ (g8 & 1)) << 6));
-        mma<T>(c, A.x, A2.x, A.y, A2.y, X.x, X.y);
-        mma<T>(d, A.z, A2.z, A.w, A2.w, X.z, X.w);
+    for (int j = 0; j < 4; ++j)
+      if (j < groups) {
+        A[j] = load128(row + j * 64);
+        A2[j] = load128(row2 + j * 64);
+        X[j] = load128((j & 1 ? odd : even) + j * 64);
+      }
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (j < groups) {
+        mma<T>(c[0], A[j].x, A2[j].x, A[j].y, A2[j].y, X[j].x, X[j].y);
+        mma<T>(c[1], A[j].z, A2[j].z, A[j].w, A2[j].w, X[j].z, X[j].w);
       }
     __syncwarp();
     if (lane == 0) {
@@ -251,32 +307,30 @@ struct Consumer {
   __device__ __forceinline__ float* sum_at(int tile, int row, int b) const {
     return sums + flip + (((tile * 16 + row) << SHIFT) + b) * SUM_PITCH;
   }
-  __device__ __forceinline__ void keep(int tile, const float* c, const float* d, bool add) const {
+  __device__ __forceinline__ void keep(int tile, const float (&c)[2][4], bool add) const {
     int g8 = lane >> 2, b = 2 * (lane & 3);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (b + (i & 1) < p.B) {
+      if (b + (i & 1) < ROOM) {
         float* at = sum_at(tile, g8 + 8 * (i >> 1), b + (i & 1)) + warp;
-        *at = c[i] + d[i] + (add ? *at : 0.f);
+        *at = c[0][i] + c[1][i] + (add ? *at : 0.f);
       }
   }
   __device__ __forceinline__ float sum(int tile, int row, int b) const {
     const float4* s = reinterpret_cast<const float4*>(sum_at(tile, row, b));
-    float4 v[4] = {s[0], s[1], s[2], s[3]};
-    float t = 0.f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) t += (v[i].x + v[i].y) + (v[i].z + v[i].w);
-    return t;
+    float4 v = s[0], w = s[1];
+    return ((v.x + v.y) + (v.z + v.w)) + ((w.x + w.y) + (w.z + w.w));
   }
 
   // The products of tiles [t0, t0 + n) over the `chunks` chunks from `first` on, whose input is kept.
   __device__ __forceinline__ void products(int t0, int n, int octets, int first, int chunks, int K, bool add) {
 #pragma unroll 1
     for (int t = 0; t < n; ++t) {
-      float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+      float c[2][4] = {};
+      int columns = K - first * CHUNK - warp * COLUMNS;
 #pragma unroll 1
-      for (int i = 0; i < chunks; ++i) dot(c, d, i, (first + i) * CHUNK, K, 2 * (t0 + t) + 1 < octets);
-      keep(t, c, d, add);
+      for (int i = 0; i < chunks; ++i, columns -= CHUNK) dot(c, i, columns >> 5, 2 * (t0 + t) + 1 < octets);
+      keep(t, c, add);
     }
   }
 
@@ -284,6 +338,7 @@ struct Consumer {
   // tile of the group, row 0..15, b) is called once for every output, by one thread.
   template <typename F>
   __device__ __forceinline__ void tiles(int octets, int K, F&& finish) {
+    begin_stage();
     int count = (octets + 1) / 2, chunks = (K + CHUNK - 1) / CHUNK;
 #pragma unroll 1
     for (int t0 = 0; t0 < count; t0 += p.tile_group) {
@@ -298,6 +353,7 @@ struct Consumer {
   // A stage that takes its input as it comes, x_chunks chunks at a time: its tiles, at most MAX_TILES, are one group.
   template <typename Source, typename F>
   __device__ __forceinline__ void phases(const Source& source, int octets, int K, F&& finish) {
+    begin_stage();
     int count = (octets + 1) / 2, total = (K + CHUNK - 1) / CHUNK;
     flip = sums_size - flip;
 #pragma unroll 1
@@ -311,49 +367,25 @@ struct Consumer {
   }
 
  private:
-  // The first of the 4 columns that unit u of this warp has.
-  __device__ __forceinline__ int column(int u) const { return (u >> 4) * CHUNK + warp * 64 + (u & 15) * 4; }
-  __device__ static __forceinline__ float square(uint2 v) {
-    float2 a = unpack2<T>(v.x), b = unpack2<T>(v.y);
-    return a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
-  }
   __device__ static __forceinline__ uint2 normed(uint2 v, uint2 w, float r) {
     float2 a = unpack2<T>(v.x), c = unpack2<T>(v.y), wa = unpack2<T>(w.x), wc = unpack2<T>(w.y);
     return make_uint2(pack2<T>(rounded<T>(a.x * r) * wa.x, rounded<T>(a.y * r) * wa.y),
                       pack2<T>(rounded<T>(c.x * r) * wc.x, rounded<T>(c.y * r) * wc.y));
   }
 
-  // RMSNorm of what take() kept, several rows of a batch.
-  __device__ __forceinline__ void norm(const T* weight, int K) {
-    int n = (K + CHUNK - 1) / CHUNK, half = lane >> 4, piece = lane & 15;
-    // A half warp has one row of the batch at a time.
-#pragma unroll 1
-    for (int b = half; b < ROOM; b += 2) {
-      float s = 0.f;
-#pragma unroll 1
-      for (int chunk = 0; chunk < n; ++chunk)
-        if (b < p.B && chunk * CHUNK + warp * 64 + piece * 4 < K) s += square(*x_at(chunk, b, piece));
+  // s[0] becomes the sum over the warp's lanes; of 8 rows, lane l has that of row l / 4.
+  __device__ __forceinline__ void sum_over_lanes(float (&s)[ROOM]) const {
+    int apart = 16;
 #pragma unroll
-      for (int o = 8; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
-      if (piece == 0) squares[b * CONSUMERS + warp] = s;
-    }
-    consumers_sync();
-    const float4 mine = *reinterpret_cast<const float4*>(squares + lane * 4);  // a quarter of row lane / 4
-    float s = (mine.x + mine.y) + (mine.z + mine.w);
-    s += __shfl_xor_sync(~0u, s, 1);
-    s += __shfl_xor_sync(~0u, s, 2);
-    float r = rsqrtf(s * p.inverse_H + p.eps);
-#pragma unroll 1
-    for (int chunk = 0; chunk < n; ++chunk) {
-      int k = chunk * CHUNK + warp * 64 + piece * 4;
-      uint2 w = k < K ? *reinterpret_cast<const uint2*>(weight + k) : make_uint2(0, 0);
+    for (int n = ROOM / 2; n; n /= 2, apart /= 2)
 #pragma unroll
-      for (int b = 0; b < ROOM; b += 2) {
-        float scale = __shfl_sync(~0u, r, (b + half) * 4);
-        if (b + half < p.B && k < K) *x_at(chunk, b + half, piece) = normed(*x_at(chunk, b + half, piece), w, scale);
+      for (int i = 0; i < n; ++i) {
+        bool upper = lane & apart;
+        float mine = upper ? s[i + n] : s[i], other = upper ? s[i] : s[i + n];
+        s[i] = mine + __shfl_xor_sync(~0u, other, apart);
       }
-    }
-    __syncwarp();
+#pragma unroll
+    for (; apart; apart /= 2) s[0] += __shfl_xor_sync(~0u, s[0], apart);
   }
 
   template <typename F>

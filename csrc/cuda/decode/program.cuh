@@ -1,7 +1,7 @@
 // What a decode step is told: the model's weights, the session's buffers. Filled by decode_step.cu, read by the kernel.
 #pragma once
 
-#include "../common.cuh"
+#include "ring.cuh"
 
 namespace qwen_patch::cuda::decode {
 
@@ -30,12 +30,12 @@ struct Step {
   const int* banned;  // {column, ids}: tokens that may not be chosen before that column of the history; -1 ends them
   T* logits;          // [B, V]
 
-  unsigned *qkv, *parts, *hidden, *activation;  // exchanged words
-  uint4 *part_scales, *best;
+  unsigned *qkv, *hidden, *activation;  // exchanged words
+  uint2 *parts, *part_weights, *best;
   int max_splits, split_keys;  // at most so many parts a context is cut into; keys a part has at least, where it can
 
   // shared memory
-  int slots, x_chunks, tile_group, in_flight;
+  int slots, x_chunks, tile_group, route_count;
 };
 
 constexpr int MAX_BANNED = 8;
@@ -90,11 +90,11 @@ struct Shares {
   int b, head, part;                     // this block's unit of attention; part = -1 where it has none
   int position, begin, end;              // of the new token; of the part's keys
   int banned_count, banned[MAX_BANNED];  // of this step
-  int warps, heads_at_once;              // that have keys; whose results have room
+  int warps;                             // that have keys
 
   // How many parts: those that split_keys asks for, for the longest of the batch.
   template <typename T>
-  __device__ void init(const Step<T>& p, int D, int room) {
+  __device__ void init(const Step<T>& p, int D) {
     q = share_of(p.heads * D), kv = share_of(p.kv_heads * D);
     hidden = share_of(p.H), inner = share_of(p.I), vocabulary = share_of(p.V);
     splits = 1;
@@ -114,8 +114,7 @@ struct Shares {
     position = p.state[2 + b];
     int n = position + 1, each = ((n + splits - 1) / splits + 15) & ~15;
     begin = min(n, part * each), end = min(n, begin + each);
-    warps = min(16, (end - begin + 15) / 16);
-    heads_at_once = min(p.heads / p.kv_heads, room / (max(warps, 1) * D));
+    warps = min(CONSUMERS, (end - begin + 15) / 16);
   }
 };
 

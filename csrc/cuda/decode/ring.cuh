@@ -4,31 +4,47 @@
 //
 // A slot is an octet: 8 rows of at most 1,024 columns. A row travels as one bulk copy of up to 2 KB (sm_90; below, as
 // cp.async pieces of 16 bytes). Rows lie 64 bytes beyond a multiple of 128 apart, so that the 16-byte reads of a tensor
-// core's fragment, 8 lanes over 2 rows at a time, meet no bank conflict. At most `in_flight` slots are asked for at a
-// time: more only lengthens the queue at L2, in which the activations wait too.
+// core's fragment, 8 lanes over 2 rows at a time, meet no bank conflict.
 #pragma once
 
 #include "../common.cuh"
 
 namespace qwen_patch::cuda::decode {
 
-constexpr int CONSUMERS = 16;  // warps that compute
+// Warps that compute. Eight with 224 registers each beat sixteen with 112: a stage is a chain of latencies, so what
+// counts is how few instructions it has and how many loads are under way, not how many warps take part.
+constexpr int CONSUMERS = 8;
 constexpr int CONSUMER_THREADS = 32 * CONSUMERS;
-constexpr int CHUNK = 1024;                // columns of a slot
-constexpr int ROW_PITCH = 2 * CHUNK + 64;  // bytes
+constexpr int CHUNK = 1024;                 // columns of a slot
+constexpr int COLUMNS = CHUNK / CONSUMERS;  // of them, a warp's
+constexpr int ROW_PITCH = 2 * CHUNK + 64;   // bytes
 constexpr int SLOT_BYTES = 8 * ROW_PITCH;
 
+// Shared memory by 32-bit address: half the registers of a pointer, and no doubt about the kind of memory.
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
+__device__ __forceinline__ uint4 load128(unsigned at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint2 load64(unsigned at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ void store64(unsigned at, uint2 v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
+}
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ bool barrier_done(uint64_t* barrier, unsigned parity) {
+__device__ __forceinline__ bool barrier_done(unsigned barrier, unsigned parity) {
   unsigned done;
 #if __CUDA_ARCH__ >= 900
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -36,31 +52,34 @@ __device__ __forceinline__ bool barrier_done(uint64_t* barrier, unsigned parity)
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
 #endif
                : "=r"(done)
-               : "r"(shared_address(barrier)), "r"(parity)
+               : "r"(barrier), "r"(parity)
                : "memory");
   return done != 0;
 }
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity) {
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #pragma unroll 1
   while (!barrier_done(barrier, parity)) {
   }
 }
 
 struct Ring {
-  char* slots;
-  uint64_t *full, *empty;
+  unsigned slots, barriers;  // shared addresses
   int count;
+
+  __device__ __forceinline__ unsigned slot(int i) const { return slots + i * SLOT_BYTES; }
+  __device__ __forceinline__ unsigned full(int i) const { return barriers + 8 * i; }
+  __device__ __forceinline__ unsigned empty(int i) const { return barriers + 8 * (count + i); }
 
   // By one thread, before the block's first barrier.
   __device__ void init() const {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
 #if __CUDA_ARCH__ >= 900
-      barrier_init(full + i, 1);
+      barrier_init(full(i), 1);
 #else
-      barrier_init(full + i, 32);
+      barrier_init(full(i), 32);
 #endif
-      barrier_init(empty + i, CONSUMERS);
+      barrier_init(empty(i), CONSUMERS);
     }
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -83,48 +102,39 @@ struct Place {
 // The warp that fills the ring.
 struct Producer {
   Ring ring;
-  int in_flight;
-  Place at = {}, behind = {};  // `behind` runs in_flight slots behind `at`
-  int issued = 0;
+  Place at = {};
 
   // rows: `n` rows of K columns; columns [k0, k0 + CHUNK) of them.
   template <typename T>
   __device__ void octet(const T* rows, int n, int K, int k0) {
-    if (issued >= in_flight) {
-      barrier_wait(ring.full + behind.slot, behind.parity);
-      behind.next(ring.count);
-    }
-    if (issued >= ring.count) barrier_wait(ring.empty + at.slot, at.parity ^ 1);
+    barrier_wait(ring.empty(at.slot), at.parity ^ 1);  // a new barrier counts as past its odd phase
     copy(rows, n, K, k0);
     at.next(ring.count);
-    ++issued;
   }
 
  private:
   template <typename T>
   __device__ void copy(const T* rows, int n, int K, int k0) {
     int lane = threadIdx.x & 31, bytes = 2 * min(K - k0, CHUNK);
-    char* to = ring.slots + at.slot * SLOT_BYTES;
-    uint64_t* full = ring.full + at.slot;
+    unsigned to = ring.slot(at.slot), full = ring.full(at.slot);
 #if __CUDA_ARCH__ >= 900
     if (lane == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes * n)
-                   : "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes * n) : "memory");
     __syncwarp();
     if (lane < n)
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                       shared_address(to + lane * ROW_PITCH)),
-                   "l"(rows + static_cast<int64_t>(lane) * K + k0), "r"(bytes), "r"(shared_address(full))
+                       to + lane * ROW_PITCH),
+                   "l"(rows + static_cast<int64_t>(lane) * K + k0), "r"(bytes), "r"(full)
                    : "memory");
 #else
 #pragma unroll 1
     for (int r = 0; r < n; ++r)
 #pragma unroll 1
       for (int i = lane * 16; i < bytes; i += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to + r * ROW_PITCH + i)),
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + r * ROW_PITCH + i),
                      "l"(reinterpret_cast<const char*>(rows + static_cast<int64_t>(r) * K + k0) + i)
                      : "memory");
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(full)) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
 #endif
   }
 };

@@ -1,8 +1,8 @@
 // One decode step of the whole model as one kernel: a block a multiprocessor, all of them on the device at once.
 //
 // Bytes: every weight once, the cache once. 5 exchanges a layer (q/k/v, parts of attention, hidden state after
-// attention, activation, hidden state after the MLP), one for the choice of the token. 16 warps compute; the others
-// fill the ring of weights (ring.cuh). Each block owns the same rows of the hidden state in every layer, and keeps them
+// attention, activation, hidden state after the MLP), one for the choice of the token. 8 warps compute, one fills the
+// ring of weights (ring.cuh). Each block owns the same rows of the hidden state in every layer, and keeps them
 // as residual.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace qwen_patch::cuda::decode {
 
 constexpr int EXCHANGES_A_LAYER = 5;
 constexpr int MAX_BATCH = 8;
-constexpr int THREADS = 32 * (CONSUMERS + 4);  // a warp fills the ring, three are there to give up their registers
+constexpr int THREADS = CONSUMER_THREADS + 32;
 
 struct Best {
   float value;
@@ -25,11 +25,21 @@ __device__ __forceinline__ bool better(Best a, Best b) {
   if (!na && a.value != b.value) return a.value > b.value;
   return a.index < b.index;
 }
+// The best of the lanes that are a multiple of `apart` lanes from this one.
+template <int APART>
+__device__ __forceinline__ Best best_of_lanes(Best best) {
+#pragma unroll
+  for (int o = 16; o >= APART; o >>= 1) {
+    Best other = {__shfl_xor_sync(~0u, best.value, o), __shfl_xor_sync(~0u, best.index, o)};
+    if (better(other, best)) best = other;
+  }
+  return best;
+}
 
 // Where things lie in shared memory, in bytes. The host asks for `total`.
 template <typename T, int D, int SHIFT>
 struct Layout {
-  int barriers, scratch, squares, sums, sum_bytes, residual, best, shares, table, x, slots, total;
+  int barriers, scratch, squares, sums, sum_bytes, residual, best, shares, table, routes, x, x_bytes, slots, total;
   __host__ __device__ Layout(const Step<T>& p) {
     int batch = 1 << SHIFT, at = 0;
     auto take = [&](int bytes) {
@@ -41,13 +51,13 @@ struct Layout {
     scratch = take(static_cast<int>(sizeof(AttentionScratch<D>)));
     squares = take(MAX_BATCH * CONSUMERS * 4);
     sum_bytes = p.tile_group * 16 * batch * SUM_PITCH * 4;
-    if (sum_bytes < 8192) sum_bytes = 8192;  // attention uses both: 16 warps x 2 heads x 128
     sums = take(2 * sum_bytes);
     residual = take(MAX_TILES * 16 * batch * 4);
     best = take(CONSUMERS * MAX_BATCH * 8);
     shares = take(static_cast<int>(sizeof(Shares)));
+    routes = take(p.route_count * 4);
     table = take(p.layer_count * static_cast<int>(sizeof(LayerWeights<T>)));
-    x = take(p.x_chunks * batch * 128 * CONSUMERS);
+    x = take(x_bytes = p.x_chunks * batch * 2 * CHUNK + 512);  // 512: for the pitch of attention's results
     slots = take(p.slots * SLOT_BYTES);
     total = at;
   }
@@ -83,10 +93,30 @@ __device__ void produce(const Step<T>& p, const Shares& mine, Producer& to) {
   all(Rows<T>::one(p.lm_head, mine.vocabulary), p.H, WHOLE);
 }
 
+// What the warps of a block share, in shared memory.
+template <typename T, int D>
+struct Block {
+  Shares* shares;
+  LayerWeights<T>* table;
+  int*
+      routes;  // of each row of this block's q, k and v: its place in the exchange, with the matrix above bit 28; or -1
+  AttentionScratch<D>* scratch;
+  float *partial, *residual;  // of attention's warps; [row of hidden][row of the batch]
+  int partial_floats;
+  Best* best;  // [warp][row of the batch]
+};
+constexpr int MATRIX = 28;
+
+template <typename T>
+__device__ __forceinline__ Rows<T> qkv_rows(const LayerWeights<T>& w, const Shares& mine) {
+  return Rows<T>::three(w.q, mine.q, w.k, w.v, mine.kv);
+}
+
 template <typename T, int D, int SHIFT>
-__device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me, AttentionScratch<D>& scratch,
-                                        float* residual, Best* block_best, const Shares& mine,
-                                        const LayerWeights<T>* table, unsigned round) {
+__device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me, const Block<T, D>& block,
+                                        unsigned round) {
+  const Shares& mine = *block.shares;
+  float* residual = block.residual;
   const int exchanges = EXCHANGES_A_LAYER * p.layer_count + 1;
   const Epochs epoch(round, exchanges);
   const int q_size = p.heads * D, kv_size = p.kv_heads * D, qkv_size = q_size + 2 * kv_size;
@@ -108,36 +138,41 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
     int b = i & (me.ROOM - 1), row = i >> SHIFT;
     if (b < p.B) residual[i] = to_float(p.embedding[p.tokens[b] * p.H + hidden.first + row]);
   }
+  const int qkv_octets = qkv_rows(block.table[0], mine).octets;
+#pragma unroll 1
+  for (int i = me.warp * 32 + me.lane; i < p.route_count; i += CONSUMER_THREADS) {
+    int matrix = 0, first = 0, n = 0;
+    if (i < qkv_octets * 8) qkv_rows(block.table[0], mine).at(i >> 3, matrix, first, n);
+    int place = first + (i & 7) + (matrix == 0 ? 0 : matrix == 1 ? q_size : q_size + kv_size);
+    block.routes[i] = (i & 7) < n ? place | matrix << MATRIX : -1;
+  }
   consumers_sync();
 
 #pragma unroll 1
   for (int layer = 0; layer < p.layer_count; ++layer) {
-    const LayerWeights<T>& w = table[layer];
+    const LayerWeights<T>& w = block.table[layer];
     int exchange = EXCHANGES_A_LAYER * layer;
     if (layer == 0)
       me.take_normed(FromEmbedding<T>{p.embedding, p.tokens, p.H}, w.input_norm, p.H);
     else
-      me.take_normed(FromWords<T>{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, p.H);
-    Rows<T> rows = Rows<T>::three(w.q, mine.q, w.k, w.v, mine.kv);
-    me.tiles(rows.octets, p.H, [&](int tile, int in_group, int row, int b) {
-      int octet = 2 * tile + (row >> 3), matrix, first, n;
-      if (octet >= rows.octets) return;
-      rows.at(octet, matrix, first, n);
-      if ((row & 7) >= n) return;
-      int at = first + (row & 7);
-      const T* bias = matrix == 0 ? w.q_bias : matrix == 1 ? w.k_bias : w.v_bias;
+      me.take_normed(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, p.H);
+    me.tiles(qkv_octets, p.H, [&](int tile, int in_group, int row, int b) {
+      int route = block.routes[tile * 16 + row];
+      if (route < 0) return;
+      int at = route & ((1 << MATRIX) - 1), matrix = route >> MATRIX;
       float y = me.sum(in_group, row, b);
-      if (bias) y += to_float(bias[at]);
-      at += matrix == 0 ? 0 : matrix == 1 ? q_size : q_size + kv_size;
+      if (const T* bias = matrix == 0 ? w.q_bias : matrix == 1 ? w.k_bias : w.v_bias)
+        y += to_float(bias[at - (matrix == 0 ? 0 : matrix == 1 ? q_size : q_size + kv_size)]);
       put(p.qkv + b * qkv_size + at, from_float<T>(y), epoch(exchange));
     });
 
-    attention<T, D, SHIFT>(p, w, me, scratch, mine, layer, epoch(exchange), epoch(exchange + 1));
+    attention<T, D, SHIFT>(p, w, me, *block.scratch, block.partial, block.partial_floats, mine, layer, epoch(exchange),
+                           epoch(exchange + 1));
 
-    me.phases(FromParts<T, D>{p.parts, p.part_scales, p.B, q_size, mine.splits, epoch(exchange + 1)},
+    me.phases(FromParts<T, D>{p.parts, p.part_weights, p.B, q_size, mine.splits, epoch(exchange + 1)},
               (hidden.count + 7) / 8, q_size, into_residual(epoch(exchange + 2)));
 
-    me.take_normed(FromWords<T>{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, p.H);
+    me.take_normed(FromWords{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, p.H);
     me.tiles(2 * ((inner.count + 7) / 8), p.H, [&](int tile, int in_group, int row, int b) {
       int local = tile * 8 + row;
       if (row >= 8 || local >= inner.count) return;
@@ -145,11 +180,11 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
       put(p.activation + b * p.I + inner.first + local, silu_mul_one(gate, up), epoch(exchange + 3));
     });
 
-    me.phases(FromWords<T>{p.activation, p.I, epoch(exchange + 3)}, (hidden.count + 7) / 8, p.I,
+    me.phases(FromWords{p.activation, p.I, epoch(exchange + 3)}, (hidden.count + 7) / 8, p.I,
               into_residual(epoch(exchange + 4)));
   }
 
-  me.take_normed(FromWords<T>{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm, p.H);
+  me.take_normed(FromWords{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm, p.H);
   Best best = {-INFINITY, 0x7fffffff};
   me.tiles((vocabulary.count + 7) / 8, p.H, [&](int tile, int in_group, int row, int b) {
     int local = tile * 16 + row;
@@ -161,13 +196,9 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
     if (better(logit, best)) best = logit;
   });
 
-  // A thread has met one row of the batch only: 512 threads are a multiple of it.
-#pragma unroll
-  for (int o = 16; o; o >>= 1)
-    if (o >= me.ROOM) {
-      Best other = {__shfl_xor_sync(~0u, best.value, o), __shfl_xor_sync(~0u, best.index, o)};
-      if (better(other, best)) best = other;
-    }
+  // A thread has met one row of the batch only: the threads are a multiple of it.
+  best = best_of_lanes<me.ROOM>(best);
+  Best* block_best = block.best;
   if (me.lane < p.B) block_best[me.warp * MAX_BATCH + me.lane] = best;
   consumers_sync();
   unsigned last = epoch(exchanges - 1);
@@ -175,7 +206,8 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
 #pragma unroll 1
     for (int i = 1; i < CONSUMERS; ++i)
       if (better(block_best[i * MAX_BATCH + me.lane], best)) best = block_best[i * MAX_BATCH + me.lane];
-    put_pair(p.best + blockIdx.x * MAX_BATCH + me.lane, __float_as_uint(best.value), best.index, last);
+    put64(p.best + blockIdx.x * MAX_BATCH + me.lane,
+          make_uint2(best.index, bits_of(from_float<T>(best.value)) | last << 16));  // a logit is a T already
   }
   if (blockIdx.x != 0) return;
 
@@ -185,17 +217,13 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
     best = {-INFINITY, 0x7fffffff};
 #pragma unroll 1
     for (int i = me.lane; i < static_cast<int>(gridDim.x); i += 32) {
-      uint4 v;
-      do v = look_pair(p.best + i * MAX_BATCH + b);
-      while (v.z != last);
-      Best other = {__uint_as_float(v.x), static_cast<int>(v.y)};
+      uint2 v;
+      do v = look64(p.best + i * MAX_BATCH + b);
+      while (!arrived(v.y, last));
+      Best other = {to_float(value_of<T>(v.y & 0xffff)), static_cast<int>(v.x)};
       if (better(other, best)) best = other;
     }
-#pragma unroll
-    for (int o = 16; o; o >>= 1) {
-      Best other = {__shfl_xor_sync(~0u, best.value, o), __shfl_xor_sync(~0u, best.index, o)};
-      if (better(other, best)) best = other;
-    }
+    best = best_of_lanes<1>(best);
     if (me.lane == 0 && p.greedy) {
       p.tokens[b] = best.index;
       p.history[static_cast<int64_t>(b) * p.history_stride + p.state[1]] = best.index;
@@ -215,45 +243,38 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   extern __shared__ __align__(128) char shared[];
   const Layout<T, D, SHIFT> at(p);
   int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
-  Ring ring{shared + at.slots, reinterpret_cast<uint64_t*>(shared + at.barriers),
-            reinterpret_cast<uint64_t*>(shared + at.barriers) + p.slots, p.slots};
-  Shares& mine = *reinterpret_cast<Shares*>(shared + at.shares);
+  Ring ring{shared_address(shared + at.slots), shared_address(shared + at.barriers), p.slots};
+  Block<T, D> block{reinterpret_cast<Shares*>(shared + at.shares),
+                    reinterpret_cast<LayerWeights<T>*>(shared + at.table),
+                    reinterpret_cast<int*>(shared + at.routes),
+                    reinterpret_cast<AttentionScratch<D>*>(shared + at.scratch),
+                    reinterpret_cast<float*>(shared + at.x),
+                    reinterpret_cast<float*>(shared + at.residual),
+                    at.x_bytes / 4,
+                    reinterpret_cast<Best*>(shared + at.best)};
   if (threadIdx.x == 0) {
     ring.init();
-    mine.init(p, D, at.sum_bytes / 2);
+    block.shares->init(p, D);
   }
-  LayerWeights<T>* table = reinterpret_cast<LayerWeights<T>*>(shared + at.table);
   for (int i = static_cast<int>(threadIdx.x); i < p.layer_count * static_cast<int>(sizeof(LayerWeights<T>) / 8);
        i += THREADS)
-    reinterpret_cast<int64_t*>(table)[i] = reinterpret_cast<const int64_t*>(p.layers)[i];
+    reinterpret_cast<int64_t*>(block.table)[i] = reinterpret_cast<const int64_t*>(p.layers)[i];
   unsigned round = static_cast<unsigned>(*static_cast<volatile int*>(p.state));
   __syncthreads();
-  if (warp >= CONSUMERS) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-#endif
-    if (warp > CONSUMERS) return;
-    Producer producer{ring, p.in_flight};
-    produce<T, D>(p, mine, producer);
-  } else {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
-#endif
-    float* sums = reinterpret_cast<float*>(shared + at.sums);
-    Consumer<T, SHIFT> me{p,
-                          ring,
-                          {},
-                          shared + at.x + warp * p.x_chunks * (128 << SHIFT),
-                          reinterpret_cast<float*>(shared + at.squares),
-                          sums,
-                          at.sum_bytes / 4,
-                          0,
-                          warp,
-                          lane};
-    consume<T, D, SHIFT>(p, me, *reinterpret_cast<AttentionScratch<D>*>(shared + at.scratch),
-                         reinterpret_cast<float*>(shared + at.residual), reinterpret_cast<Best*>(shared + at.best),
-                         mine, table, round);
+  if (warp == CONSUMERS) {
+    Producer producer{ring};
+    produce<T, D>(p, *block.shares, producer);
+    return;
   }
+  Consumer<T, SHIFT> me{p,
+                        ring,
+                        shared_address(shared + at.x) + warp * p.x_chunks * (2 * COLUMNS << SHIFT),
+                        reinterpret_cast<float*>(shared + at.squares),
+                        reinterpret_cast<float*>(shared + at.sums),
+                        at.sum_bytes / 4,
+                        warp,
+                        lane};
+  consume<T, D, SHIFT>(p, me, block, round);
 }
 
 }  // namespace qwen_patch::cuda::decode
