@@ -39,6 +39,7 @@ void launch_step(Step<T> p, int blocks, cudaStream_t stream) {
   if (wanted > 0 && wanted < slots) slots = wanted;
   STD_TORCH_CHECK(slots >= 3, OP, ": needs shared memory for 3 slots, this device has ", limit, " bytes a block");
   p.slots = slots;
+  if (p.in_flight <= 0 || p.in_flight > slots) p.in_flight = slots;
   int bytes = Layout<T, D, SHIFT>(p).total;
   auto kernel = decode_step_kernel<T, D, SHIFT>;
   check(OP, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
@@ -74,7 +75,7 @@ void launch_for(int64_t D, const Step<T>& p, int blocks, cudaStream_t stream) {
 void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin,
                  Tensor tokens, Tensor cache, Tensor exchange, Tensor state, Tensor history, Tensor banned,
                  Tensor logits, int64_t heads, int64_t intermediate, double eps, double scale, bool greedy,
-                 int64_t max_splits, int64_t split_keys, int64_t slots) {
+                 int64_t max_splits, int64_t split_keys, int64_t slots, int64_t in_flight) {
   DeviceGuard guard(embedding);
   STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, OP, ": expects banned [9], got ", describe(banned));
   int64_t B = tokens.size(0), V = embedding.size(0), H = embedding.size(1), L = layers.size(0);
@@ -130,6 +131,7 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
     p.max_splits = static_cast<int>(max_splits);
     p.split_keys = static_cast<int>(split_keys);
     p.slots = static_cast<int>(slots);
+    p.in_flight = static_cast<int>(in_flight);
     auto octets = [&](int64_t n) { return static_cast<int>((n + blocks * 8 - 1) / (blocks * 8)); };  // of a block
     p.route_count = (octets(heads * D) + 2 * octets(kv * D) + 1) / 2 * 16;
     int h_chunks = static_cast<int>((H + CHUNK - 1) / CHUNK);

@@ -33,37 +33,32 @@ __device__ __forceinline__ void normed_and_rotated(const unsigned* words, unsign
                                                    const T* cos, const T* sin, unsigned short* to, T* cache) {
   constexpr int N = (D / 2 + 31) / 32;  // a lane has elements lane + 32 i of the lower half, and their partners
   int lane = threadIdx.x & 31;
-  float lo[N] = {}, hi[N] = {}, c[N][2] = {}, s[N][2] = {}, w[N][2] = {};
-  unsigned got[N][2] = {};
+  const unsigned flag = epoch << 16;
+  float lo[N], hi[N], c[N][2], s[N][2], w[N][2];
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    int d = lane + 32 * i;
-    if (d < D / 2) {
-      got[i][0] = look(words + d), got[i][1] = look(words + d + D / 2);
-      c[i][0] = to_float(cos[d]), c[i][1] = to_float(cos[d + D / 2]);
-      s[i][0] = to_float(sin[d]), s[i][1] = to_float(sin[d + D / 2]);
-      if (norm) w[i][0] = to_float(norm[d]), w[i][1] = to_float(norm[d + D / 2]);
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int d = min(lane + 32 * i, D / 2 - 1) + h * (D / 2);
+      c[i][h] = to_float(cos[d]), s[i][h] = to_float(sin[d]);
+      w[i][h] = norm ? to_float(norm[d]) : 1.f;
     }
-  }
-  bool ready;
+  unsigned got[N][2], differ;
+#pragma unroll 1
   do {
-    ready = true;
+    differ = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (lane + 32 * i < D / 2 && !arrived(got[i][h], epoch)) {
-          got[i][h] = look(words + lane + 32 * i + h * (D / 2));
-          ready = false;
-        }
-  } while (!ready);
+      for (int h = 0; h < 2; ++h) got[i][h] = look(words + min(lane + 32 * i, D / 2 - 1) + h * (D / 2));
+#pragma unroll
+    for (int i = 0; i < N; ++i) differ |= (got[i][0] ^ flag) | (got[i][1] ^ flag);
+  } while (differ >> 16);
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    lo[i] = hi[i] = 0.f;
-    if (lane + 32 * i < D / 2)
-      lo[i] = to_float(value_of<T>(got[i][0] & 0xffff)), hi[i] = to_float(value_of<T>(got[i][1] & 0xffff));
-    squares += lo[i] * lo[i] + hi[i] * hi[i];
+    lo[i] = to_float(value_of<T>(got[i][0] & 0xffff)), hi[i] = to_float(value_of<T>(got[i][1] & 0xffff));
+    if (lane + 32 * i < D / 2) squares += lo[i] * lo[i] + hi[i] * hi[i];
   }
   if (norm) {
 #pragma unroll
@@ -95,24 +90,22 @@ struct Keys {
   static constexpr int PIECES = D / 32;
   uint4 at[2][PIECES];
 
-  // Rows first to first + 15 of the cache, zero from `end` on.
-  __device__ __forceinline__ void load(const T* rows, int first, int end) {
+  // Rows first to first + 15 of the cache; row `last` in place of those beyond it.
+  __device__ __forceinline__ void load(const T* rows, int first, int last) {
     int g8 = (threadIdx.x & 31) >> 2, t4 = threadIdx.x & 3;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < 2; ++h) {
+      const T* row = rows + min(first + h * 8 + g8, last) * D + t4 * 8;
 #pragma unroll
-      for (int i = 0; i < PIECES; ++i) {
-        int row = first + h * 8 + g8;
-        at[h][i] = make_uint4(0, 0, 0, 0);
-        if (row < end) at[h][i] = *reinterpret_cast<const uint4*>(rows + row * D + (i * 4 + t4) * 8);
-      }
+      for (int i = 0; i < PIECES; ++i) at[h][i] = *reinterpret_cast<const uint4*>(row + i * 32);
+    }
   }
-  // The new token's, from shared memory.
+  // The new token's, from shared memory, in place of those from its position on.
   __device__ __forceinline__ void set(const unsigned short* fresh, int first, int position) {
     int g8 = (threadIdx.x & 31) >> 2, t4 = threadIdx.x & 3;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (first + h * 8 + g8 == position)
+      if (first + h * 8 + g8 >= position)
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) at[h][i] = *reinterpret_cast<const uint4*>(fresh + (i * 4 + t4) * 8);
   }
@@ -127,23 +120,20 @@ struct Values {
 
   __device__ static __forceinline__ int row(int r) { return 2 * (threadIdx.x & 3) + (r & 1) + 8 * (r >> 1); }
   __device__ static __forceinline__ int column(int piece) { return piece * 64 + ((threadIdx.x & 31) >> 2) * 8; }
-  __device__ __forceinline__ void load(const T* rows, int first, int end) {
+  __device__ __forceinline__ void load(const T* rows, int first, int last) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r)
+    for (int r = 0; r < 4; ++r) {
+      const T* at_row = rows + min(first + row(r), last) * D;
 #pragma unroll
-      for (int i = 0; i < PIECES; ++i) {
-        at[r][i] = make_uint4(0, 0, 0, 0);
-        if (first + row(r) < end && column(i) < D)
-          at[r][i] = *reinterpret_cast<const uint4*>(rows + (first + row(r)) * D + column(i));
-      }
+      for (int i = 0; i < PIECES; ++i) at[r][i] = *reinterpret_cast<const uint4*>(at_row + min(column(i), D - 8));
+    }
   }
   __device__ __forceinline__ void set(const unsigned short* fresh, int first, int position) {
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-      if (first + row(r) == position)
+      if (first + row(r) >= position)
 #pragma unroll
-        for (int i = 0; i < PIECES; ++i)
-          if (column(i) < D) at[r][i] = *reinterpret_cast<const uint4*>(fresh + column(i));
+        for (int i = 0; i < PIECES; ++i) at[r][i] = *reinterpret_cast<const uint4*>(fresh + min(column(i), D - 8));
   }
   // Rows 2 t4 and 2 t4 + 1 (+ 8 if `upper`) of column j, as one operand.
   __device__ __forceinline__ unsigned operand(int piece, int j, bool upper) const {
@@ -167,7 +157,8 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
   T* keys = p.cache + ((static_cast<int64_t>(layer) * 2 * p.B + b) * p.kv_heads + head) * plane;
   T* values = keys + static_cast<int64_t>(p.B) * p.kv_heads * plane;
 
-  int first = begin + warp * 16, last = has_new ? position : end;
+  // Keys beyond the last are masked, but their values must be numbers: so they are the last's, or the new token's.
+  int first = begin + warp * 16, last = max(0, (has_new ? position : end) - 1);
   Keys<T, D> k;
   Values<T, D> v;
   k.load(keys, first, last);
@@ -207,7 +198,7 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
   bool any = first < end;
 #pragma unroll 1
   while (first < end) {
-    if (has_new) {
+    if (has_new && first + 16 > position) {
       k.set(s.k, first, position);
       v.set(s.v, first, position);
     }
@@ -219,7 +210,7 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
         mma<T>(score[h][0], q[i].x, 0u, q[i].y, 0u, k.at[h][i].x, k.at[h][i].y);
         mma<T>(score[h][1], q[i].z, 0u, q[i].w, 0u, k.at[h][i].z, k.at[h][i].w);
       }
-    k.load(keys, first + 16 * CONSUMERS, last);
+    if (first + 16 * CONSUMERS < end) k.load(keys, first + 16 * CONSUMERS, last);
     float x[2][2], new_top = top;  // of head g8, keys first + 8 h + 2 t4 + e
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -251,7 +242,7 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
                prob[0], prob[1]);
       }
     first += 16 * CONSUMERS;
-    v.load(values, first, last);
+    if (first < end) v.load(values, first, last);
   }
   weight += __shfl_xor_sync(~0u, weight, 1);
   weight += __shfl_xor_sync(~0u, weight, 2);

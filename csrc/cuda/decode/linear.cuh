@@ -17,10 +17,8 @@
 namespace qwen_patch::cuda::decode {
 
 constexpr int MAX_HIDDEN = 8192;
-constexpr int MAX_CHUNKS = MAX_HIDDEN / CHUNK;  // of an input that is normed
 constexpr int MAX_TILES = 4;   // of a stage whose input is too long to be kept (o and down): 64 rows a block
 constexpr int SUM_PITCH = 12;  // floats: the sums of 8 warps for one output, padded against bank conflicts
-constexpr int ASKED = 8;       // reads of exchanged words that a lane has under way
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMER_THREADS) : "memory"); }
 
@@ -41,7 +39,20 @@ __device__ __forceinline__ void mma(float* c, unsigned a0, unsigned a1, unsigned
 
 template <typename T>
 __device__ __forceinline__ unsigned pack2(float lo, float hi) {
-  return bits_of(from_float<T>(lo)) | (bits_of(from_float<T>(hi)) << 16);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    return reinterpret_cast<unsigned&>(v);
+  } else {
+    __half2 v = __floats2half2_rn(lo, hi);
+    return reinterpret_cast<unsigned&>(v);
+  }
+}
+// Two products, each rounded once, as in fp32 with a rounding after it: a product of two T is exact there.
+template <typename T>
+__device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+  Pair v = __hmul2(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b));
+  return reinterpret_cast<unsigned&>(v);
 }
 template <typename T>
 __device__ __forceinline__ float2 unpack2(unsigned v) {
@@ -52,53 +63,31 @@ __device__ __forceinline__ float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
-// Asks for those of N words whose bit is set in `pending`, again and again for those that have not arrived. The words
-// must start as zeros, though nobody reads those: a register that is set on a condition only is kept from one layer to
-// the next, and some hundred of them were spilled.
-template <int N, typename Ask, typename Arrived>
-__device__ __forceinline__ void poll(unsigned pending, Ask&& ask, Arrived&& has_arrived) {
-#pragma unroll 1
-  while (pending) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (pending >> i & 1) ask(i);
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (has_arrived(i)) pending &= ~(1u << i);
-  }
-}
-
-// Where a stage's input comes from. fetch() waits for ASKED times 4 values: number i is of row i % ROOM, from column
-// k + i / ROOM * CHUNK on. Only those whose bit is set in `wanted` are there, and asked for.
+// Where a stage's input comes from: fetch() waits for N times 4 values; number i is of row b[i] from column k[i] on.
+// There are no conditions in it: who has nothing to ask for asks for something that others need. A register that is set
+// on a condition only is kept from one layer to the next, and code that is jumped over has to be fetched all the same.
 struct FromWords {
   const unsigned* words;
   int K;
   unsigned epoch;
-  template <int ROOM>
-  __device__ __forceinline__ void fetch(uint2 (&x)[ASKED], int k, unsigned wanted) const {
-    uint4 v[ASKED] = {};
-    poll<ASKED>(
-        wanted, [&](int i) { v[i] = look4(words + (i % ROOM) * K + (k + i / ROOM * CHUNK)); },
-        [&](int i) { return arrived(v[i], epoch); });
+  template <int N>
+  __device__ __forceinline__ void fetch(uint2 (&x)[N], const int (&b)[N], const int (&k)[N]) const {
+    const unsigned flag = epoch << 16;
+    uint4 v[N];
+    unsigned differ;
+#pragma unroll 1
+    do {
+      differ = 0;
 #pragma unroll
-    for (int i = 0; i < ASKED; ++i) x[i] = values(v[i]);
+      for (int i = 0; i < N; ++i) v[i] = look4(words + b[i] * K + k[i]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) differ |= (v[i].x ^ flag) | (v[i].y ^ flag) | (v[i].z ^ flag) | (v[i].w ^ flag);
+    } while (differ >> 16);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = values(v[i]);
   }
 };
-template <typename T>
-struct FromEmbedding {
-  const T* table;
-  const int64_t* tokens;
-  int H;
-  template <int ROOM>
-  __device__ __forceinline__ void fetch(uint2 (&x)[ASKED], int k, unsigned wanted) const {
-#pragma unroll
-    for (int i = 0; i < ASKED; ++i) {
-      x[i] = make_uint2(0, 0);
-      if (wanted >> i & 1)
-        x[i] = *reinterpret_cast<const uint2*>(table + tokens[i % ROOM] * H + (k + i / ROOM * CHUNK));
-    }
-  }
-};
+
 // The parts of attention over `splits` pieces of the context (attention.cuh): combined by who reads them.
 template <typename T, int D>
 struct FromParts {
@@ -107,58 +96,87 @@ struct FromParts {
   unsigned epoch;
 
   // One part is all there is.
-  template <int ROOM>
-  __device__ __forceinline__ void fetch(uint2 (&x)[ASKED], int k, unsigned wanted) const {
-    uint4 v[ASKED] = {};
-    poll<ASKED>(
-        wanted, [&](int i) { v[i] = look_at(i % ROOM, k + i / ROOM * CHUNK); },
-        [&](int i) { return arrived(v[i].y, epoch) && arrived(v[i].w, epoch); });
+  template <int N>
+  __device__ __forceinline__ void fetch(uint2 (&x)[N], const int (&b)[N], const int (&k)[N]) const {
+    const unsigned flag = epoch << 16;
+    uint4 v[N];
+    unsigned differ;
+#pragma unroll 1
+    do {
+      differ = 0;
 #pragma unroll
-    for (int i = 0; i < ASKED; ++i) {
+      for (int i = 0; i < N; ++i) v[i] = look_at(b[i], k[i]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) differ |= (v[i].y ^ flag) | (v[i].w ^ flag);
+    } while (differ >> 16);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
       float2 lo = floats_of(v[i].x, v[i].y), hi = floats_of(v[i].z, v[i].w);
       x[i] = make_uint2(pack2<T>(lo.x, lo.y), pack2<T>(hi.x, hi.y));
     }
   }
 
-  // 4 values of row b from column k on, AT_ONCE parts of them at a time.
-  __device__ __forceinline__ uint2 combined(int b, int k) const {
-    constexpr int AT_ONCE = 4;
-    float top = -INFINITY, weight = 0.f, sum[4] = {};
-#pragma unroll 1
-    for (int s0 = 0; s0 < splits; s0 += AT_ONCE) {
-      uint4 v[AT_ONCE] = {};
-      uint2 w[AT_ONCE] = {};
-      unsigned wanted = 0xfu >> max(0, AT_ONCE - (splits - s0));
-      poll<AT_ONCE>(
-          wanted,
-          [&](int i) {
-            int row = (s0 + i) * B + b;
-            v[i] = look_at(row, k);
-            w[i] = look64(weights + row * (K / D) + k / D);
-          },
-          [&](int i) { return arrived(v[i].y, epoch) && arrived(v[i].w, epoch) && w[i].y == epoch; });
+  // N times 4 values, P parts of them at a time: the flash-attention recurrence, with logarithms to base 2.
+  template <int P, int N>
+  __device__ __forceinline__ void combine(uint2 (&x)[N], const int (&b)[N], int k) const {
+    const unsigned flag = epoch << 16;
+    float top[N], weight[N] = {}, sum[N][4] = {};
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i)
-        if (wanted >> i & 1) add(__uint_as_float(w[i].x), v[i], top, weight, sum);
+    for (int i = 0; i < N; ++i) top[i] = -INFINITY;
+#pragma unroll 1
+    for (int s0 = 0; s0 < splits; s0 += P) {
+      uint4 v[N][P];
+      uint2 w[N][P];
+      unsigned differ;
+#pragma unroll 1
+      do {
+        differ = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+          for (int s = 0; s < P; ++s) {
+            int row = min(s0 + s, splits - 1) * B + b[i];
+            v[i][s] = look_at(row, k);
+            w[i][s] = look64(weights + row * (K / D) + k / D);
+          }
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+          for (int s = 0; s < P; ++s)
+            differ |= ((v[i][s].y ^ flag) >> 16) | ((v[i][s].w ^ flag) >> 16) | (w[i][s].y ^ epoch);
+      } while (differ);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        float new_top = top[i], log_weight[P];
+#pragma unroll
+        for (int s = 0; s < P; ++s) {
+          log_weight[s] = s0 + s < splits ? __uint_as_float(w[i][s].x) : -INFINITY;
+          new_top = fmaxf(new_top, log_weight[s]);
+        }
+        float kept = exp2f(top[i] - new_top);  // the first part is never empty: new_top is finite, unless a NaN
+        top[i] = new_top;
+        weight[i] *= kept;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[i][j] *= kept;
+#pragma unroll
+        for (int s = 0; s < P; ++s) {
+          float mine = exp2f(log_weight[s] - new_top);
+          float2 lo = floats_of(v[i][s].x, v[i][s].y), hi = floats_of(v[i][s].z, v[i][s].w);
+          weight[i] += mine;
+          sum[i][0] += mine * lo.x, sum[i][1] += mine * lo.y, sum[i][2] += mine * hi.x, sum[i][3] += mine * hi.y;
+        }
+      }
     }
-    float r = 1.f / weight;
-    return make_uint2(pack2<T>(sum[0] * r, sum[1] * r), pack2<T>(sum[2] * r, sum[3] * r));
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      float r = 1.f / weight[i];
+      x[i] = make_uint2(pack2<T>(sum[i][0] * r, sum[i][1] * r), pack2<T>(sum[i][2] * r, sum[i][3] * r));
+    }
   }
 
  private:
   __device__ __forceinline__ uint4 look_at(int row, int k) const {
     return look4(reinterpret_cast<const unsigned*>(parts) + row * K + k);
-  }
-  // One part more: the flash-attention recurrence, with logarithms to base 2.
-  __device__ static __forceinline__ void add(float log_weight, const uint4& v, float& top, float& weight,
-                                             float (&sum)[4]) {
-    if (log_weight == -INFINITY) return;
-    float new_top = fmaxf(top, log_weight), keep = exp2f(top - new_top), mine = exp2f(log_weight - new_top);
-    float2 lo = floats_of(v.x, v.y), hi = floats_of(v.z, v.w);
-    top = new_top;
-    weight = weight * keep + mine;
-    sum[0] = sum[0] * keep + mine * lo.x, sum[1] = sum[1] * keep + mine * lo.y;
-    sum[2] = sum[2] * keep + mine * hi.x, sum[3] = sum[3] * keep + mine * hi.y;
   }
 };
 
@@ -176,8 +194,7 @@ struct Consumer {
   Place at = {};
   int flip = 0;
 
-  // Called where a stage begins: what follows is computed there. The compiler would compute every stage's addresses
-  // before the loop over the layers, some 400 of them, and keep them in local memory.
+  // Called where a stage begins: what follows is computed there, not before the loop over the layers and kept.
   __device__ __forceinline__ void begin_stage() {
     asm volatile("" : "+r"(lane), "+r"(warp), "+r"(x), "+r"(ring.slots));
   }
@@ -186,32 +203,22 @@ struct Consumer {
   __device__ __forceinline__ unsigned x_at(int chunk, int b) const {
     return x + (((chunk << SHIFT) + b) << 8) + (((lane >> 3) ^ (b & 1)) << 6) + ((lane & 7) << 3);
   }
-  // In how many of `n` chunks from column `first` on this lane has its 4 columns.
-  __device__ __forceinline__ int chunks_here(int first, int n, int K) const {
-    return min(n, (K - (first + warp * COLUMNS + lane * 4) + CHUNK - 1) >> 10);
-  }
 
-  // Waits for this warp's columns of chunks [first, first + n) and keeps them; returns the sum of their squares.
+  // Waits for this warp's columns of chunks [first, first + n) and keeps them; adds up their squares, row by row.
   template <typename Source>
   __device__ __forceinline__ void take(const Source& source, int first, int n, int K, float (&square_sums)[ROOM]) {
-    constexpr int AT_ONCE = ASKED / ROOM;  // chunks
-    int k = first * CHUNK + warp * COLUMNS + lane * 4, here = chunks_here(first * CHUNK, n, K);
+    if constexpr (ROOM > 1) {
 #pragma unroll 1
-    for (int c = 0; c < n; c += AT_ONCE, k += AT_ONCE * CHUNK) {
-      unsigned wanted = 0;
-      if constexpr (ROOM == 1)
-        wanted = here > c ? 0xffu >> (8 - min(here - c, 8)) : 0u;
-      else
-        wanted = here > c ? 0xffu >> (8 - p.B) : 0u;
-      uint2 v[ASKED];
-      source.template fetch<ROOM>(v, k, wanted);
-#pragma unroll
-      for (int i = 0; i < ASKED; ++i)
-        if (wanted >> i & 1) {
-          store64(x_at(c + i / ROOM, i % ROOM), v[i]);
-          float2 a = unpack2<T>(v[i].x), b = unpack2<T>(v[i].y);
-          square_sums[i % ROOM] += a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y;
-        }
+      for (int c = 0; c < n; ++c) take_some<ROOM>(source, first, c, K, square_sums);
+    } else if (n == 1) {
+      take_some<1>(source, first, 0, K, square_sums);
+    } else {
+#pragma unroll 1
+      for (int c = 0; c < n; c += 4)
+        if (n - c <= 2)
+          take_some<2>(source, first, c, K, square_sums);
+        else
+          take_some<4>(source, first, c, K, square_sums);
     }
     __syncwarp();
   }
@@ -227,23 +234,31 @@ struct Consumer {
       take(source, first, n, K, unused);
       return;
     }
-    int k = first * CHUNK + warp * COLUMNS + lane * 4, here = chunks_here(first * CHUNK, n, K);
+    constexpr int ROWS = ROOM == 1 ? 1 : 4, PARTS = ROOM == 1 ? 4 : 2;
+    int k = first * CHUNK + warp * COLUMNS + lane * 4;
 #pragma unroll 1
-    for (int c = 0; c < here; ++c, k += CHUNK)
+    for (int c = 0; c < n && k < K; ++c, k += CHUNK)
 #pragma unroll 1
-      for (int b = 0; b < p.B; ++b) store64(x_at(c, b), source.combined(b, k));
+      for (int b0 = 0; b0 < p.B; b0 += ROWS) {
+        int b[ROWS];
+        uint2 v[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) b[i] = min(b0 + i, p.B - 1);
+        source.template combine<PARTS>(v, b, k);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) store64(x_at(c, b0 + i), v[i]);
+      }
     __syncwarp();
   }
 
   // A stage's whole input, with RMSNorm at the stock model's rounding: x * rsqrt, ROUND, times weight, ROUND.
-  template <typename Source>
-  __device__ __forceinline__ void take_normed(const Source& source, const T* weight, int K) {
+  __device__ __forceinline__ void take_normed(const FromWords& source, const T* weight, int K) {
     begin_stage();
-    int chunks = (K + CHUNK - 1) / CHUNK, here = chunks_here(0, chunks, K);
-    uint2 w[MAX_CHUNKS] = {};
-#pragma unroll
-    for (int c = 0; c < MAX_CHUNKS; ++c)
-      if (c < here) w[c] = *reinterpret_cast<const uint2*>(weight + c * CHUNK + warp * COLUMNS + lane * 4);
+    int chunks = (K + CHUNK - 1) / CHUNK, k = warp * COLUMNS + lane * 4;
+    // Into the L1 cache, while the input is on its way.
+    for (int c = lane; c < chunks * 2; c += 32)
+      if (int at = (c >> 1) * CHUNK + warp * COLUMNS + (c & 1) * 64; at < K)
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + at));
     float s[ROOM] = {};
     take(source, 0, chunks, K, s);
     sum_over_lanes(s);
@@ -256,13 +271,19 @@ struct Consumer {
     const float4* of_warps = reinterpret_cast<const float4*>(squares + (lane & (ROOM - 1)) * CONSUMERS);
     float4 a = of_warps[0], b = of_warps[1];
     float r = rsqrtf(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p.inverse_H + p.eps);
+#pragma unroll 1
+    for (int c = 0; c < chunks && k < K; ++c, k += CHUNK) {
+      uint2 w = *reinterpret_cast<const uint2*>(weight + k);
+      uint2 v[ROOM];
 #pragma unroll
-    for (int row = 0; row < ROOM; ++row) {
-      float scale = ROOM == 1 ? r : __shfl_sync(~0u, r, row);
-      if (row < p.B)
+      for (int row = 0; row < ROOM; ++row) v[row] = load64(x_at(c, row));
 #pragma unroll
-        for (int c = 0; c < MAX_CHUNKS; ++c)
-          if (c < here) store64(x_at(c, row), normed(load64(x_at(c, row)), w[c], scale));
+      for (int row = 0; row < ROOM; ++row) {
+        float scale = ROOM == 1 ? r : __shfl_sync(~0u, r, row);
+        float2 lo = unpack2<T>(v[row].x), hi = unpack2<T>(v[row].y);
+        store64(x_at(c, row), make_uint2(multiply2<T>(pack2<T>(lo.x * scale, lo.y * scale), w.x),
+                                         multiply2<T>(pack2<T>(hi.x * scale, hi.y * scale), w.y)));
+      }
     }
     __syncwarp();
   }
@@ -283,20 +304,25 @@ struct Consumer {
     }
     unsigned xb = x + (((chunk_of_x << SHIFT) + b) << 8) + t4 * 16, even = xb + ((b & 1) << 6),
              odd = xb - ((b & 1) << 6);
-    uint4 A[4] = {}, A2[4] = {}, X[4] = {};
+    auto multiply = [&](const uint4& A, const uint4& A2, const uint4& X) {
+      mma<T>(c[0], A.x, A2.x, A.y, A2.y, X.x, X.y);
+      mma<T>(c[1], A.z, A2.z, A.w, A2.w, X.z, X.w);
+    };
+    if (groups >= 4) {
+      uint4 A[4], A2[4], X[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (j < groups) {
+      for (int j = 0; j < 4; ++j) {
         A[j] = load128(row + j * 64);
         A2[j] = load128(row2 + j * 64);
         X[j] = load128((j & 1 ? odd : even) + j * 64);
       }
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (j < groups) {
-        mma<T>(c[0], A[j].x, A2[j].x, A[j].y, A2[j].y, X[j].x, X[j].y);
-        mma<T>(c[1], A[j].z, A2[j].z, A[j].w, A2[j].w, X[j].z, X[j].w);
-      }
+      for (int j = 0; j < 4; ++j) multiply(A[j], A2[j], X[j]);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < groups; ++j)
+        multiply(load128(row + j * 64), load128(row2 + j * 64), load128((j & 1 ? odd : even) + j * 64));
+    }
     __syncwarp();
     if (lane == 0) {
       barrier_arrive(first_empty);
@@ -367,10 +393,27 @@ struct Consumer {
   }
 
  private:
-  __device__ static __forceinline__ uint2 normed(uint2 v, uint2 w, float r) {
-    float2 a = unpack2<T>(v.x), c = unpack2<T>(v.y), wa = unpack2<T>(w.x), wc = unpack2<T>(w.y);
-    return make_uint2(pack2<T>(rounded<T>(a.x * r) * wa.x, rounded<T>(a.y * r) * wa.y),
-                      pack2<T>(rounded<T>(c.x * r) * wc.x, rounded<T>(c.y * r) * wc.y));
+  // Waits for N pieces: of the next N chunks if there is one row, of the N rows of chunk c if there are more. Who has
+  // no such columns or rows takes others', which nobody reads here.
+  template <int N, typename Source>
+  __device__ __forceinline__ void take_some(const Source& source, int first, int c, int K, float (&square_sums)[ROOM]) {
+    int k0 = (first + c) * CHUNK + warp * COLUMNS + lane * 4, b[N], k[N];
+    uint2 v[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      b[i] = ROOM == 1 ? 0 : min(i, p.B - 1);
+      k[i] = ROOM == 1 ? k0 + i * CHUNK : k0;
+      if (k[i] >= K) k[i] = lane * 4;
+    }
+    source.fetch(v, b, k);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      bool mine = k0 + (ROOM == 1 ? i * CHUNK : 0) < K;
+      if (mine) store64(ROOM == 1 ? x_at(c + i, 0) : x_at(c, i), v[i]);
+      float2 lo = unpack2<T>(v[i].x), hi = unpack2<T>(v[i].y);
+      float sum = lo.x * lo.x + lo.y * lo.y + hi.x * hi.x + hi.y * hi.y;
+      square_sums[ROOM == 1 ? 0 : i] += mine ? sum : 0.f;
+    }
   }
 
   // s[0] becomes the sum over the warp's lanes; of 8 rows, lane l has that of row l / 4.

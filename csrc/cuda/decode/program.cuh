@@ -35,7 +35,7 @@ struct Step {
   int max_splits, split_keys;  // at most so many parts a context is cut into; keys a part has at least, where it can
 
   // shared memory
-  int slots, x_chunks, tile_group, route_count;
+  int slots, in_flight, x_chunks, tile_group, route_count;
 };
 
 constexpr int MAX_BANNED = 8;

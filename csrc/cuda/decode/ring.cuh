@@ -4,7 +4,8 @@
 //
 // A slot is an octet: 8 rows of at most 1,024 columns. A row travels as one bulk copy of up to 2 KB (sm_90; below, as
 // cp.async pieces of 16 bytes). Rows lie 64 bytes beyond a multiple of 128 apart, so that the 16-byte reads of a tensor
-// core's fragment, 8 lanes over 2 rows at a time, meet no bank conflict.
+// core's fragment, 8 lanes over 2 rows at a time, meet no bank conflict. At most `in_flight` slots are asked for at a
+// time: more only lengthens the queue at L2, in which the activations wait too.
 #pragma once
 
 #include "../common.cuh"
@@ -102,11 +103,18 @@ struct Place {
 // The warp that fills the ring.
 struct Producer {
   Ring ring;
-  Place at = {};
+  int in_flight;
+  Place at = {}, behind = {};  // `behind` runs in_flight slots behind `at`
+  int issued = 0;
 
   // rows: `n` rows of K columns; columns [k0, k0 + CHUNK) of them.
   template <typename T>
   __device__ void octet(const T* rows, int n, int K, int k0) {
+    if (issued >= in_flight) {
+      barrier_wait(ring.full(behind.slot), behind.parity);
+      behind.next(ring.count);
+    }
+    ++issued;
     barrier_wait(ring.empty(at.slot), at.parity ^ 1);  // a new barrier counts as past its odd phase
     copy(rows, n, K, k0);
     at.next(ring.count);

@@ -10,6 +10,7 @@
 
 namespace qwen_patch::cuda::decode {
 
+// The embedding, then a layer's: q/k/v, parts of attention, hidden state, activation, hidden state; then the choice.
 constexpr int EXCHANGES_A_LAYER = 5;
 constexpr int MAX_BATCH = 8;
 constexpr int THREADS = CONSUMER_THREADS + 32;
@@ -117,7 +118,7 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
                                         unsigned round) {
   const Shares& mine = *block.shares;
   float* residual = block.residual;
-  const int exchanges = EXCHANGES_A_LAYER * p.layer_count + 1;
+  const int exchanges = EXCHANGES_A_LAYER * p.layer_count + 2;
   const Epochs epoch(round, exchanges);
   const int q_size = p.heads * D, kv_size = p.kv_heads * D, qkv_size = q_size + 2 * kv_size;
   const Span &hidden = mine.hidden, &inner = mine.inner, &vocabulary = mine.vocabulary;
@@ -136,7 +137,10 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
 #pragma unroll 1
   for (int i = me.warp * 32 + me.lane; i < hidden.count << SHIFT; i += CONSUMER_THREADS) {
     int b = i & (me.ROOM - 1), row = i >> SHIFT;
-    if (b < p.B) residual[i] = to_float(p.embedding[p.tokens[b] * p.H + hidden.first + row]);
+    if (b >= p.B) continue;
+    T x = p.embedding[p.tokens[b] * p.H + hidden.first + row];
+    residual[i] = to_float(x);
+    put(p.hidden + b * p.H + hidden.first + row, x, epoch(0));
   }
   const int qkv_octets = qkv_rows(block.table[0], mine).octets;
 #pragma unroll 1
@@ -151,11 +155,8 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
 #pragma unroll 1
   for (int layer = 0; layer < p.layer_count; ++layer) {
     const LayerWeights<T>& w = block.table[layer];
-    int exchange = EXCHANGES_A_LAYER * layer;
-    if (layer == 0)
-      me.take_normed(FromEmbedding<T>{p.embedding, p.tokens, p.H}, w.input_norm, p.H);
-    else
-      me.take_normed(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, p.H);
+    int exchange = EXCHANGES_A_LAYER * layer + 1;
+    me.take_normed(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, p.H);
     me.tiles(qkv_octets, p.H, [&](int tile, int in_group, int row, int b) {
       int route = block.routes[tile * 16 + row];
       if (route < 0) return;
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   unsigned round = static_cast<unsigned>(*static_cast<volatile int*>(p.state));
   __syncthreads();
   if (warp == CONSUMERS) {
-    Producer producer{ring};
+    Producer producer{ring, p.in_flight};
     produce<T, D>(p, *block.shares, producer);
     return;
   }
