@@ -54,7 +54,7 @@ def test_op_benchmark(tmp_path, device, monkeypatch):
     document = ops.run(device, (torch.float32,), tmp_path / "ops", rounds=2, tokens=(1, 5))
     assert json.loads(json.dumps(document)) == json.loads((tmp_path / "ops.json").read_text())
     seen = {(r["op"], r["model"], r["tokens"], r["variant"]) for r in document["rows"]}
-    for op in ("rms_norm", "add_rms_norm", "silu_mul", "silu_and_mul"):
+    for op in ("rms_norm", "add_rms_norm", "silu_mul", "silu_and_mul", "rope_kv_write"):
         for tokens in (1, 5):
             assert {(op, "Qwen3-tiny", tokens, "ours"), (op, "Qwen3-tiny", tokens, "stock")} <= seen
     assert ("rms_norm", "Qwen3-tiny q_norm", 5, "torch") in seen

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from qwen_patch import ops
 from qwen_patch.benchmarks.ops import FLOAT32_ULP, largest_error
 
 DTYPES = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 EVERY_OP = pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
+DIFFERENTIABLE = pytest.mark.parametrize(
+    "op", [op for op in ops.OPS.values() if not op.mutates], ids=lambda op: op.name
+)
 
 
 def as_tuple(x):
     return x if isinstance(x, tuple) else (x,)
+
+
+def outcome(op, function, args):
+    """What a call gives back, and what it makes of the arguments that it writes into, which are then put back."""
+    before = [args[i].clone() for i in op.mutates]
+    outputs = as_tuple(function(*args))
+    changed = tuple(args[i].clone(memory_format=torch.contiguous_format) for i in op.mutates)
+    for i, kept in zip(op.mutates, before, strict=True):
+        args[i].copy_(kept)
+    return outputs + changed
+
+
+def in_double(args):
+    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
 
 
 @EVERY_OP
@@ -22,7 +40,7 @@ def test_matches_reference(op, device, dtype):
     assert ops.LIBRARIES[device.type].loaded, ops.LIBRARIES[device.type].reason
     differing = total = 0
     for args in op.samples(device, dtype):
-        found, expected = as_tuple(op(*args)), as_tuple(op.reference(*args))
+        found, expected = outcome(op, op, args), outcome(op, op.reference, args)
         for a, b in zip(found, expected, strict=True):
             assert a.shape == b.shape
             assert a.dtype == b.dtype
@@ -30,7 +48,7 @@ def test_matches_reference(op, device, dtype):
             if b.numel() == 0:
                 continue
             allowed = FLOAT32_ULP if dtype == torch.float32 else op.max_ulp
-            assert largest_error(a, b) <= allowed, [getattr(x, "shape", x) for x in args]
+            assert largest_error(a, b, op.of_row) <= allowed, [getattr(x, "shape", x) for x in args]
             if b.shape[-1] <= 8192:  # a longer row's mean, summed in two orders, differs by more than its last bit
                 differing += (a != b).sum().item()
                 total += b.numel()
@@ -45,8 +63,8 @@ def test_against_float64(op, device, dtype):
     """Over all samples, the kernel is as close to the truth as the stock expression is, within 10%."""
     ours = stock = 0.0
     for args in op.samples(device, dtype):
-        exact = as_tuple(op.reference(*[a.double() if isinstance(a, torch.Tensor) else a for a in args]))
-        for a, b, truth in zip(as_tuple(op(*args)), as_tuple(op.reference(*args)), exact, strict=True):
+        exact = outcome(op, op.reference, in_double(args))
+        for a, b, truth in zip(outcome(op, op, args), outcome(op, op.reference, args), exact, strict=True):
             if truth.numel():
                 scale = truth.abs().mean().clamp_min(1e-30)
                 ours += ((a.double() - truth).abs().mean() / scale).item()
@@ -61,11 +79,13 @@ def test_opcheck(op, device):
     for i, args in enumerate(op.samples(device, torch.float32)):
         if i % 4 == 0:  # every fourth: plain, strided and empty ones are among them, and each takes half a second
             torch.library.opcheck(op.no_grad, args)
+            if op.mutates:
+                continue
             wanting = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
             torch.library.opcheck(op.differentiable, wanting)
 
 
-@EVERY_OP
+@DIFFERENTIABLE
 @DTYPES
 def test_gradients_are_those_of_the_reference(op, device, dtype):
     args = next(args for args in op.samples(device, dtype) if args[0].shape[0] == 17)
@@ -86,6 +106,44 @@ def test_gradient_of_one_output_only(device):
     ops.add_rms_norm(found, residual, weight, eps)[1].sum().backward()
     (residual + expected).sum().backward()
     assert torch.equal(found.grad, expected.grad)
+
+
+@DTYPES
+def test_rope_kv_write_is_what_transformers_computes(device, dtype):
+    """Bitwise, through its own functions; and the slots that no token belongs to keep what they held."""
+    norms = [Qwen3RMSNorm(64).to(device, dtype) for _ in range(2)]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    q, k, v = (torch.randn(2, 5, n * 64, device=device, dtype=dtype) for n in (6, 2, 2))
+    angles, cache = torch.randn(16, 32, device=device).repeat(1, 2), torch.randn(2, 2, 2, 12, 64, device=device)
+    cos, sin, cache = angles.cos().to(dtype), angles.sin().to(dtype), cache.to(dtype)
+    expected, first = cache.clone(), torch.tensor([3, 9], device=device)
+    heads = [x.view(2, 5, -1, 64).transpose(1, 2) for x in (q, k, v)]
+    for normed in (False, True):
+        states = [norm(x) for norm, x in zip(norms, heads, strict=False)] if normed else heads[:2]
+        for row, at in enumerate((3, 9)):
+            turned = [x[row : row + 1] for x in states]
+            turned = apply_rotary_pos_emb(*turned, cos[None, at : at + 5], sin[None, at : at + 5])
+            kept = min(5, 12 - at)
+            expected[0, row, :, at : at + kept] = turned[1][0, :, :kept]
+            expected[1, row, :, at : at + kept] = heads[2][row, :, :kept]
+            weights = [norm.weight.detach() for norm in norms] if normed else [None, None]
+            found = ops.rope_kv_write(q, k, v, *weights, 1e-6, cos, sin, first, *cache)[row].transpose(0, 1)
+            limit = {"rtol": 0, "atol": 0}
+            if normed and device.type == "cuda":  # the mean's other order of summing: see the op's max_ulp
+                limit = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps * float(turned[0].detach().abs().max())}
+            torch.testing.assert_close(found[:, :kept], turned[0][0, :, :kept], **limit)
+            assert not found[:, kept:].any()
+        torch.testing.assert_close(cache, expected, **limit)
+
+
+def test_rope_kv_write_with_gradients(device):
+    q, k, v, *others = next(iter(ops.OPS["rope_kv_write"].samples(device, torch.float32)))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    rotated = ops.rope_kv_write(*leaves, *others)
+    (rotated.sum() + others[-2].sum() + others[-1].sum()).backward()
+    assert all(leaf.grad.abs().sum() > 0 for leaf in leaves)
+    assert torch.equal(leaves[2].grad, torch.ones_like(v))  # each value stands in the cache once
 
 
 @DTYPES
@@ -129,6 +187,27 @@ def test_norm_of_extreme_values(device, dtype):
 def test_bad_input_is_refused_with_its_shape(device, call, message):
     with pytest.raises(RuntimeError, match=message):
         call(lambda *size: torch.randn(size, device=device))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({0: (1, 7, 15)}, r"q \[B, T, heads \* D\].*\[1, 7, 15\]"),
+        ({1: (1, 6, 128), 2: (1, 6, 128)}, r"k and v \[B, T, kv_heads \* D\].*\[1, 6, 128\]"),
+        ({3: (32,)}, r"norms \[64\].*\[32\]"),
+        ({6: (24, 32), 7: (24, 32)}, r"cos and sin \[positions, 64\].*\[24, 32\]"),
+        ({8: (1,)}, r"first \[1\] int64.*\[1\] float32"),
+        ({9: (1, 2, 24, 63), 10: (1, 2, 24, 63)}, r"even head size.*\[1, 2, 24, 63\]"),
+    ],
+    ids=lambda value: str(min(value)) if isinstance(value, dict) else None,
+)
+def test_bad_input_of_rope_kv_write_is_refused(changed, message):
+    args = list(next(iter(ops.OPS["rope_kv_write"].samples(torch.device("cuda"), torch.float32))))
+    for i, shape in changed.items():
+        args[i] = torch.randn(shape, device="cuda")
+    with pytest.raises(RuntimeError, match=message):
+        ops.rope_kv_write(*args)
 
 
 @pytest.mark.cuda

@@ -30,11 +30,11 @@ class Case(NamedTuple):
     op: str
     model: str
     tokens: int
-    shape: tuple[int, int]  # rows, and H or I
+    shape: tuple[int, ...]  # rows, and H or I; rope_kv_write: tokens, heads, kv heads, D
 
 
 def cases(tokens: tuple[int, ...] = TOKENS) -> Iterator[Case]:
-    for model, (hidden, intermediate, heads, _, head_dim) in MODELS.items():
+    for model, (hidden, intermediate, heads, kv_heads, head_dim) in MODELS.items():
         for t in tokens:
             yield Case("rms_norm", model, t, (t, hidden))
             if head_dim:
@@ -42,19 +42,28 @@ def cases(tokens: tuple[int, ...] = TOKENS) -> Iterator[Case]:
             yield Case("add_rms_norm", model, t, (t, hidden))
             yield Case("silu_mul", model, t, (t, intermediate))
             yield Case("silu_and_mul", model, t, (t, intermediate))
+            yield Case("rope_kv_write", model, t, (t, heads, kv_heads, head_dim or hidden // heads))
 
 
 def inputs(case: Case, device: torch.device, dtype: torch.dtype) -> tuple:
-    rows, width = case.shape
+    rows, width = case.shape[:2]
 
     def rand(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=dtype)
+
+    def attention(tokens: int, heads: int, kv_heads: int, head_dim: int) -> tuple:
+        """Of a prompt: a batch of one, from position 0 on, with q_norm and k_norm."""
+        q, k, v = (rand(1, tokens, n * head_dim) for n in (heads, kv_heads, kv_heads))
+        angles, first = rand(tokens, head_dim), torch.zeros(1, dtype=torch.int64, device=device)
+        cache = rand(2, 1, kv_heads, tokens, head_dim)
+        return q, k, v, rand(head_dim), rand(head_dim), EPS, angles.cos(), angles.sin(), first, cache[0], cache[1]
 
     return {
         "rms_norm": lambda: (rand(rows, width), rand(width), EPS),
         "add_rms_norm": lambda: (rand(rows, width), rand(rows, width), rand(width), EPS),
         "silu_mul": lambda: (rand(rows, width), rand(rows, width)),
         "silu_and_mul": lambda: (rand(rows, 2 * width),),
+        "rope_kv_write": lambda: attention(*case.shape),
     }[case.op]()
 
 
@@ -90,13 +99,15 @@ def variants(op: str, device: torch.device) -> dict[str, Callable]:
     return found | {name: table[op] for name, table in peers.items() if op in table}
 
 
-def largest_error(found: Any, expected: Any) -> float:
-    """The largest difference, in units in the last place of the expected values' dtype."""
+def largest_error(found: Any, expected: Any, of_row: bool = False) -> float:
+    """The largest difference, in units in the last place of the expected values, or of the largest in their row."""
     pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
     worst = 0.0
     for a, b in pairs:
         # ulp(b) = 2^exponent(b) * eps, never below that of the smallest normal number
         magnitude = b.double().abs().clamp_min(torch.finfo(b.dtype).tiny)
+        if of_row:
+            magnitude = magnitude.amax(-1, keepdim=True)
         ulp = torch.exp2(torch.floor(torch.log2(magnitude))) * torch.finfo(b.dtype).eps
         error = ((a.double() - b.double()).abs() / ulp).max().item()
         worst = max(worst, error if error == error else float("inf"))  # a NaN is as wrong as can be
@@ -109,7 +120,7 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype, rounds: int) -
     cost = OPS[case.op].cost(*first)
     expected = OPS[case.op].reference(*first)
     functions = variants(case.op, device)
-    errors = {name: largest_error(f(*first), expected) for name, f in functions.items()}
+    errors = {name: largest_error(f(*first), expected, OPS[case.op].of_row) for name, f in functions.items()}
     limit = FLOAT32_ULP if dtype == torch.float32 else OPS[case.op].max_ulp
     if errors["ours"] > limit:
         raise RuntimeError(f"{case.op} {case.shape} {dtype} is wrong by {errors['ours']} units in the last place")

@@ -12,6 +12,7 @@ load_libraries()
 from .add_rms_norm import add_rms_norm  # noqa: E402
 from .decode_step import decode_step  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
+from .rope_kv_write import rope_kv_write  # noqa: E402
 from .silu_and_mul import silu_and_mul  # noqa: E402
 from .silu_mul import silu_mul  # noqa: E402
 
@@ -46,6 +47,7 @@ __all__ = [
     "decode_step",
     "fusable",
     "rms_norm",
+    "rope_kv_write",
     "silu_and_mul",
     "silu_mul",
 ]

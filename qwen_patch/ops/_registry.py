@@ -2,7 +2,8 @@
 
 An op has two overloads with one kernel. `torch.ops.qwen_patch.<name>` is differentiable; registering that in Python
 makes every call pass through Python once more, 8 us of a 12 us call on the CPU it was measured on. `.no_grad` leaves
-it out, and is what the patched modules call, after `fusable` has said that no gradient is wanted.
+it out, and is what the patched modules call, after `fusable` has said that no gradient is wanted. An op that writes
+into its arguments has `.no_grad` only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Op:
 
     `schema` is what follows the name. `reference` is the stock model's expression in PyTorch, and the contract. `fake`
     gives the outputs' shapes. `samples(device, dtype)` yields argument tuples for tests and benchmarks. `cost(*args)`
-    gives the bytes and flops that a call can't avoid.
+    gives the bytes and flops that a call can't avoid. `mutates` has the places of the arguments that it writes into.
     """
 
     name: str
@@ -45,7 +46,9 @@ class Op:
     fake: Callable[..., Any]
     samples: Callable[[torch.device, torch.dtype], Iterator[tuple]]
     cost: Callable[..., Cost]
+    mutates: tuple[int, ...] = ()
     max_ulp: int = 0  # the largest difference from the reference that the contract allows, in units in the last place
+    of_row: bool = False  # ... of the row's largest element, where the result is a sum that may cancel
 
     @property
     def differentiable(self) -> Any:
@@ -62,6 +65,8 @@ class Op:
             library.warn_once(problem, tensors[0].device)
             return self.reference(*args)
         wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if wants_grad and self.mutates:
+            return self.reference(*args)
         return (self.differentiable if wants_grad else self.no_grad)(*args)
 
 
@@ -181,17 +186,18 @@ def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
 
 def register(op: Op) -> Op:
     """Makes `op` known to PyTorch and to this package. Native kernels, where loaded, come before the reference."""
-    for overload in ("", ".no_grad"):
+    for overload in (".no_grad",) if op.mutates else ("", ".no_grad"):
         name = f"qwen_patch::{op.name}{overload}"
         _TORCH_LIBRARY.define(f"{op.name}{overload}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _TORCH_LIBRARY.impl(f"{op.name}{overload}", _with_reference_notice(op), "CompositeExplicitAutograd")
         torch.library.register_fake(name, op.fake, lib=_TORCH_LIBRARY)
-    torch.library.register_autograd(
-        f"qwen_patch::{op.name}",
-        lambda ctx, *grads: _gradients(op, ctx, *grads),
-        setup_context=_save_inputs,
-        lib=_TORCH_LIBRARY,
-    )
+    if not op.mutates:
+        torch.library.register_autograd(
+            f"qwen_patch::{op.name}",
+            lambda ctx, *grads: _gradients(op, ctx, *grads),
+            setup_context=_save_inputs,
+            lib=_TORCH_LIBRARY,
+        )
     OPS[op.name] = op
     return op
 
