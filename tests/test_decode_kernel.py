@@ -1,4 +1,5 @@
-"""The decode runtime on CUDA: its kernel against the stock model, its graphs and what makes them stale, its memory."""
+"""The decode runtime on CUDA: its kernel and its forward against the stock model, its graphs and what makes them stale,
+its memory."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from models import assert_parts_only_at_ties, small_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, PreTrainedModel
 
 import qwen_patch
-from qwen_patch.generation import runtime
+from qwen_patch.generation import graphs, runtime, session
 from qwen_patch.generation.session import Session
 from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
@@ -34,8 +35,11 @@ def random_batch(model: PreTrainedModel, *lengths: int) -> dict[str, torch.Tenso
     return {"input_ids": ids, "attention_mask": mask}
 
 
+MANY_ROWS = tuple(range(1, 13))
+
+
 @pytest.mark.parametrize("name", BUNDLED)
-@pytest.mark.parametrize("lengths", [(7,), (5, 40, 1), (3, 9, 1, 30, 12, 30, 2, 8), (600, 900)], ids=len)
+@pytest.mark.parametrize("lengths", [(7,), (5, 40, 1), (3, 9, 1, 30, 12, 30, 2, 8), (600, 900), MANY_ROWS], ids=len)
 def test_greedy_on_cuda(name, lengths):
     model, _ = bundled(name)
     inputs, options = random_batch(model, *lengths), {"max_new_tokens": 256, "do_sample": False, "pad_token_id": 0}
@@ -43,7 +47,61 @@ def test_greedy_on_cuda(name, lengths):
     with qwen_patch.patched(model):
         found = model.generate(**inputs, **options)
         assert model.last_reason is None
+        (kept,) = model.__dict__[RUNTIME].sessions.values()
+        assert (kept.no_kernel is None) == (len(lengths) <= 8)
     assert_parts_only_at_ties(model, lambda: bundled(name, torch.float32)[0], inputs["attention_mask"], expected, found)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_at_the_edges_of_buckets(rows, monkeypatch):
+    """Each length twice: the first use of a bucket runs eagerly, the next ones replay; above 512 all run eagerly."""
+    monkeypatch.setattr(runtime, "MAX_SESSIONS", 3)  # of 256, 512 and 1024 tokens
+    model, _ = bundled("tiny-qwen3")
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    lengths = (1, 16, 17, 128, 129, 244, 245, 512, 513, 600)
+    prompts = [random_batch(model, *[max(1, n - 3 * row) for row in range(rows)]) for n in lengths * 2]
+    expected = [model.generate(**inputs, **options) for inputs in prompts]
+    qwen_patch.patch_model(model)
+    found = [model.generate(**inputs, **options) for inputs in prompts]
+    assert model.last_reason is None
+    captured = {bucket for kept in model.__dict__[RUNTIME].sessions.values() for bucket in kept.prompts}
+    assert captured == {16, 32, 128, 192, 256, 512}
+    qwen_patch.unpatch_model(model)
+
+    def truth() -> PreTrainedModel:
+        return bundled("tiny-qwen3", torch.float32)[0]
+
+    for inputs, a, b in zip(prompts, expected, found, strict=True):
+        assert_parts_only_at_ties(model, truth, inputs["attention_mask"], a, b)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "rows"),
+    [
+        ("qwen3", {"head_dim": 80, "hidden_size": 320}, 2),
+        ("llama", {"head_dim": 64, "hidden_size": 258, "num_attention_heads": 6}, 1),
+        ("qwen2", {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}, 64),
+    ],
+    ids=["head size", "hidden size", "rows"],
+)
+def test_what_the_kernel_does_not_take(family, sizes, rows):
+    sizes = {"vocab_size": 1000, "initializer_range": 0.05, "max_position_embeddings": 1024} | sizes
+    model = small_model(family, torch.bfloat16, "cuda", **sizes)
+
+    def truth() -> PreTrainedModel:
+        exact = small_model(family, torch.float32, "cuda", **sizes)
+        exact.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
+        return exact
+
+    inputs = random_batch(model, *[1 + 7 * row % 40 for row in range(rows)])
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    with qwen_patch.patched(model):
+        found = model.generate(**inputs, **options)
+        assert model.last_reason is None
+        (kept,) = model.__dict__[RUNTIME].sessions.values()
+        assert kept.no_kernel is not None
+    assert_parts_only_at_ties(model, truth, inputs["attention_mask"], expected, found)
 
 
 SHAPES = {
@@ -66,21 +124,19 @@ def test_step_against_the_stock_forward(shape, dtype, rows, length):
     model = small_model(family, dtype, "cuda", max_position_embeddings=2048, **sizes)
     truth = small_model(family, torch.float32, "cuda", max_position_embeddings=2048, **sizes)
     truth.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
-    session = Session(model, rows, 1024, LogitsProcessorList(), False)
+    decoded = Session(model, rows, 1024, LogitsProcessorList(), False)
     errors = torch.zeros(2)
     for _ in range(8):
         ids = torch.randint(0, 1000, (rows, length + 1), device="cuda")
         with torch.no_grad():
             exact, stock = truth(ids).logits[:, -1], model(ids).logits[:, -1].float()
-            cache = DynamicCache(config=model.config)
-            model(ids[:, :-1], past_key_values=cache)
-            session.start(cache, [0] * rows, ids[:, :-1], LogitsProcessorList())
-            session.put(ids[:, -1])
-            session.step()
-        ours = session.logits.float()
+            decoded.start(ids[:, :-1], [0] * rows, LogitsProcessorList())
+            decoded.put(ids[:, -1])
+            decoded.step()
+        ours = decoded.logits.float()
         errors += torch.stack([(ours - exact).square().sum(), (stock - exact).square().sum()]).cpu()
-        assert torch.equal(session.tokens, ours.argmax(-1))
-        assert session.state.tolist()[1:] == [length + 2] + [length + 1] * rows
+        assert torch.equal(decoded.tokens, ours.argmax(-1))
+        assert decoded.state.tolist()[1:] == [length + 2] + [length + 1] * rows
     assert errors[0].sqrt() <= 1.1 * errors[1].sqrt()
 
 
@@ -198,7 +254,10 @@ def test_two_threads_on_one_model():
 def test_memory_comes_back_and_does_not_grow():
     model, _ = bundled("tiny-qwen2")
     inputs = random_batch(model, 5)
-    model.generate(**inputs, max_new_tokens=4)
+    for _ in range(2):  # stock and patched: the library for matrix products keeps memory for each stream
+        model.generate(**inputs, max_new_tokens=4)
+        qwen_patch.patch_model(model)
+    qwen_patch.unpatch_model(model)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -211,7 +270,42 @@ def test_memory_comes_back_and_does_not_grow():
     assert used[-1] <= max(used[:4])
     qwen_patch.unpatch_model(model)
     gc.collect()
-    assert torch.cuda.memory_allocated() <= before + 2**20  # what the library for matrix products keeps
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_memory_of_the_graphs_of_prompts(monkeypatch):
+    """All buckets of a session share one pool, and further rounds of prompts take no more."""
+    monkeypatch.setattr(runtime, "MAX_SESSIONS", 3)  # of 256, 512 and 1024 tokens
+    model, _ = bundled("tiny-qwen2")
+    prompts = [random_batch(model, n) for n in session.BUCKETS]
+    qwen_patch.patch_model(model)
+    reserved = []
+    for _ in range(3):
+        for inputs in prompts:
+            model.generate(**inputs, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[2] <= reserved[1]
+    sessions = model.__dict__[RUNTIME].sessions.values()
+    assert sum(len(kept.prompts) for kept in sessions) == len(session.BUCKETS)
+
+
+def test_no_memory_for_a_graph(monkeypatch, caplog):
+    model, _ = bundled("tiny-qwen2")
+    inputs, options = random_batch(model, 5), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    qwen_patch.patch_model(model)
+    expected = model.generate(**inputs, **options)
+    (kept,) = model.__dict__[RUNTIME].sessions.values()
+    kept.prompts.clear()
+
+    def full(*args: Any) -> None:
+        torch.empty(2**50, device="cuda")
+
+    # Out of memory in the midst of the capture itself, after the run before it.
+    monkeypatch.setattr(session, "capture", lambda work, device, pool: graphs.capture(full, device, pool))
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **options), expected)
+    assert caplog.text.count("no memory for a graph of prompts of 16 tokens") == 1
+    assert not kept.prompts
 
 
 def test_no_memory_for_a_session(monkeypatch, caplog):

@@ -1,8 +1,10 @@
-"""The decode runtime's loop, and what it leaves to Transformers': on the CPU, with the model's own forward in the
-kernel's place. The kernel and the graphs are in test_decode_kernel.py."""
+"""The decode runtime's loop, and what it leaves to Transformers': on the CPU, with the plain forward in the kernel's
+place. The kernel and the graphs are in test_decode_kernel.py."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from transformers import (
 )
 
 import qwen_patch
-from qwen_patch.generation import eligibility, runtime
+from qwen_patch.generation import eligibility, runtime, session
 from qwen_patch.generation.session import Session, choose
 from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
@@ -29,35 +31,14 @@ from qwen_patch.modules.causal_lm import RUNTIME
 WEIGHTS = {"hidden_size": 192, "intermediate_size": 448, "num_attention_heads": 6, "head_dim": 32}
 
 
-class Forward(Session):
-    """A session whose step is the model's own forward over a cache without padding, row by row: no GPU, no graph."""
+class OnCPU(Session):
+    """A session without a GPU, which runs what it would capture: its steps are the plain forward's."""
 
-    def __init__(self, model: PreTrainedModel, rows: int, capacity: int, processors: Any, do_sample: bool) -> None:
-        self.model, self.rows, self.processors, self.do_sample = model, rows, processors, do_sample
-        self.steps = 0
-
-    def start(self, cache: DynamicCache, starts: list[int], prompt: torch.Tensor, processors: Any) -> None:
-        self.prompt, self.columns, self.starts = prompt, [], starts
-        self.caches = []
-        for row, first in enumerate(starts):
-            own = DynamicCache(config=self.model.config)
-            for layer, kept in enumerate(cache.layers):
-                states = (kept.keys[row : row + 1, :, first:], kept.values[row : row + 1, :, first:])
-                own.update(*states, layer)
-            self.caches.append(own)
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.tokens = tokens
-        self.columns.append(tokens)
+    steps = 0
 
     def step(self) -> None:
         self.steps += 1
-        logits = [
-            self.model(token.view(1, 1), past_key_values=cache).logits[:, -1].float()
-            for token, cache in zip(self.tokens, self.caches, strict=True)
-        ]
-        history = torch.cat([self.prompt, torch.stack(self.columns, dim=1)], dim=1)
-        self.put(choose(self.processors(history, torch.cat(logits)), self.do_sample))
+        super().step()
 
     def send(self) -> Callable[[], torch.Tensor]:
         tokens = self.tokens.clone()
@@ -68,8 +49,12 @@ class Forward(Session):
 def on_cpu(monkeypatch):
     """Lets the runtime take small models on the CPU, in any dtype."""
     monkeypatch.setattr(eligibility, "_of_device", lambda model: None)
-    monkeypatch.setattr(eligibility, "_of_shapes", lambda model: None)
-    monkeypatch.setattr(runtime, "Session", Forward)
+    monkeypatch.setattr(runtime, "Session", OnCPU)
+    monkeypatch.setattr(session, "kernel_reason", lambda model, rows: "it is on the CPU")
+    monkeypatch.setattr(session, "run_aside", lambda work, device: work())
+    monkeypatch.setattr(session, "capture", lambda work, device, pool: SimpleNamespace(replay=work))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
 
 
 def left_padded(*lengths: int) -> dict[str, torch.Tensor]:
@@ -92,9 +77,83 @@ def compared(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> 
     return found
 
 
+def all_compared(model: PreTrainedModel, inputs: list[dict[str, Any]], **options: Any) -> list[Session]:
+    """The same of one call after the other; returns the sessions."""
+    options = {"do_sample": False} | options
+    expected = [model.generate(**item, **options) for item in inputs]
+    qwen_patch.patch_model(model)
+    for item, tokens in zip(inputs, expected, strict=True):
+        assert torch.equal(model.generate(**item, **options), tokens)
+        assert model.last_reason is None
+    return list(model.__dict__[RUNTIME].sessions.values())
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
 def test_greedy_left_padded(family, on_cpu):
     compared(small_model(family), left_padded(9, 4, 1))
+
+
+def test_many_rows(on_cpu):
+    model = small_model("qwen3")
+    compared(model, left_padded(*range(1, 13)))
+    (kept,) = model.__dict__[RUNTIME].sessions.values()
+    assert kept.rows == 12
+    assert kept.no_kernel is not None
+
+
+@pytest.mark.parametrize("most", [session.MAX_CAPTURED_TOKENS, 64], ids=["", "not all captured"])
+def test_prompts_fill_buckets(most, on_cpu, monkeypatch):
+    """At a bucket's edges, each bucket used twice, with what another prompt has left there."""
+    monkeypatch.setattr(session, "MAX_CAPTURED_TOKENS", most)
+    prompts = [left_padded(n, max(1, n - 5)) for n in (1, 16, 17, 32, 100, 3, 64, 20, 230, 251, 256, 257)]
+    model = small_model("qwen2", max_position_embeddings=1024)
+    short, long = all_compared(model, prompts, max_new_tokens=5)
+    assert (short.capacity, long.capacity) == (256, 512)
+    assert set(short.prompts) == ({16, 32} if most == 64 else {16, 32, 64, 128, 256})
+    assert set(long.prompts) == (set() if most == 64 else {256, 384})
+
+
+def test_padding_of_all_rows(on_cpu):
+    inputs = left_padded(9, 4)
+    inputs = {key: torch.nn.functional.pad(value, (20, 0)) for key, value in inputs.items()}
+    compared(small_model("qwen3"), inputs)
+
+
+def test_nothing_of_a_call_reaches_the_next(on_cpu):
+    """Not even a NaN."""
+    model = small_model("qwen3")
+    compared(model, left_padded(9, 4))
+    (kept,) = model.__dict__[RUNTIME].sessions.values()
+    kept.cache.fill_(torch.nan)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    found = model.generate(**left_padded(7, 3), **options)
+    assert list(model.__dict__[RUNTIME].sessions.values()) == [kept]
+    assert torch.equal(found, qwen_patch.unpatch_model(model).generate(**left_padded(7, 3), **options))
+
+
+def test_a_model_is_freed_as_soon_as_it_is_let_go(on_cpu):
+    """Its sessions make no cycle of references with it, which would keep its memory until Python looks for cycles."""
+    model = small_model("qwen3")
+    compared(model, left_padded(5))
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_no_memory_for_a_graph_of_prompts(on_cpu, monkeypatch, caplog):
+    def full(work: Any, device: Any, pool: Any) -> SimpleNamespace:
+        if getattr(work, "func", None) is not None:  # a prompt's, with its tokens; not the step
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SimpleNamespace(replay=work)
+
+    monkeypatch.setattr(session, "capture", full)
+    all_compared(small_model("qwen3"), [left_padded(n) for n in (5, 5, 40)], max_new_tokens=20)
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "qwen_patch"]
+    assert told == ["no memory for a graph of prompts of 16 tokens: they run eagerly (CUDA out of memory)"]
 
 
 def test_one_token_and_none_to_spare(on_cpu):
@@ -111,8 +170,8 @@ def test_rows_end_one_after_the_other(on_cpu):
     assert (found[0, 10:] == 0).all()
     # The rows end long before max_new_tokens: the loop must not run on.
     compared(model, left_padded(6), eos_token_id=ends, pad_token_id=0, max_new_tokens=200)
-    (session,) = [s for s in model.__dict__[RUNTIME].sessions.values() if s.rows == 1]
-    assert session.steps < 20 + 2 * runtime.AHEAD
+    (single,) = [s for s in model.__dict__[RUNTIME].sessions.values() if s.rows == 1]
+    assert single.steps < 20 + 2 * runtime.AHEAD
 
 
 def test_processors_see_the_history(on_cpu):
@@ -216,7 +275,8 @@ class Own(LogitsProcessor):
         ({"past_key_values": DynamicCache()}, "a cache was given"),
         ({"cache_implementation": "static"}, "the cache is a StaticCache"),
         ({"use_cache": False}, "the cache is a NoneType"),
-        ({"num_return_sequences": 9, "do_sample": True}, "9 sequences at once"),
+        ({"num_return_sequences": 65, "do_sample": True}, "65 sequences at once"),
+        ({"prefill_chunk_size": 2}, "prefill_chunk_size is set"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -250,6 +310,12 @@ def test_models_that_the_stock_loop_takes(change, reason, on_cpu):
     changed = change(model)
     changed.generate(input_ids=token_ids(1, 5), max_new_tokens=3, do_sample=False)
     assert model.last_reason.startswith(reason)
+
+
+def test_another_activation_goes_to_the_stock_loop(on_cpu):
+    model = small_model("qwen2", hidden_act="gelu")
+    qwen_patch.patch_model(model, generation="auto").generate(token_ids(1, 5), max_new_tokens=3)
+    assert model.last_reason == "its activation is 'gelu'"
 
 
 def test_a_sliding_window_goes_to_the_stock_loop(on_cpu):

@@ -1,4 +1,4 @@
-"""Which models and which calls of generate the decode runtime takes; for the others, why not, in one line."""
+"""Which models and calls of generate the decode runtime takes, and its kernel; for the others, why not, in one line."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ CRITERIA = (
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
+MAX_ROWS = 64  # sequences at once
+MAX_HEAD_DIM = 256  # of rope_kv_write
 RECORDER = "transformers.utils.output_capturing"
 # What generate may hand to the model beside the tokens: the runtime needs no more than the mask.
 CACHE_NAMES = ("past_key_values", "cache")  # before and from transformers 5.24 on
@@ -58,8 +60,7 @@ def _of_device(model: nn.Module) -> str | None:
     library = LIBRARIES["cuda"]
     if not library.loaded or (problem := library.problem(weight.device)):
         return f"the cuda library is not in use: {library.reason if not library.loaded else problem}"
-    major, minor = torch.cuda.get_device_capability(weight.device)
-    return None if major >= 8 else f"the GPU is of sm_{major}{minor}, not sm_80 or later"
+    return None
 
 
 def _of_config(config: Any) -> str | None:
@@ -69,13 +70,15 @@ def _of_config(config: Any) -> str | None:
         return "its attention has a sliding window"
     if config._attn_implementation not in ATTENTION:
         return f"its attention is {config._attn_implementation!r}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act!r}"
     if config.output_attentions or config.output_hidden_states:
         return "its config asks for attentions or hidden states"
     return None
 
 
 def _of_modules(model: nn.Module) -> str | None:
-    """The kernel stands for every module at once, so none may do more than its stock class."""
+    """The runtime stands for every module at once, so none may do more than its stock class."""
     for name, module in model.named_modules():
         if _is_watched(module):
             return f"{name or 'the model'} has hooks"
@@ -102,13 +105,38 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def _of_shapes(model: nn.Module) -> str | None:
-    embedding, layers = model.get_input_embeddings().weight, model.model.layers
+    weight, layer = model.get_input_embeddings().weight, model.model.layers[0]
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != weight.dtype or parameter.device != weight.device or type(parameter) is not nn.Parameter:
+            return f"{name} is a {type(parameter).__name__} of {parameter.dtype} on {parameter.device}"
+        if not parameter.is_contiguous():
+            return f"{name} is not contiguous"
+    others = {"lm_head": model.lm_head, "o_proj": layer.self_attn.o_proj, **dict(layer.mlp.named_children())}
+    if biased := [name for name, module in others.items() if getattr(module, "bias", None) is not None]:
+        return f"its {biased[0]} has a bias"
+    if len({m.variance_epsilon for m in model.modules() if hasattr(m, "variance_epsilon")}) > 1:
+        return "its norms have more than one epsilon"
+    head_dim = layer.self_attn.head_dim
+    if head_dim > MAX_HEAD_DIM:
+        return f"its head_dim is {head_dim}: the runtime takes up to {MAX_HEAD_DIM}"
+    if 2 * model.model.rotary_emb.inv_freq.numel() != head_dim:
+        return "its rotary embedding turns a part of the head only"
+    return None
+
+
+def kernel_reason(model: nn.Module, rows: int) -> str | None:
+    """Why `decode_step` can't decode `rows` sequences of a model that the runtime takes; None if it can."""
+    if rows > MAX_BATCH:
+        return f"{rows} sequences at once: the kernel takes up to {MAX_BATCH}"
+    embedding, layer = model.get_input_embeddings().weight, model.model.layers[0]
+    major, minor = torch.cuda.get_device_capability(embedding.device)
+    if major < 8:
+        return f"the GPU is of sm_{major}{minor}, not sm_80 or later"
     blocks = torch.cuda.get_device_properties(embedding.device).multi_processor_count
     hidden = embedding.shape[1]
-    attention, mlp = layers[0].self_attn, layers[0].mlp
-    head_dim, group = attention.head_dim, attention.num_key_value_groups
-    sizes = {"hidden_size": hidden, "intermediate_size": mlp.gate_proj.weight.shape[0]}
-    sizes["heads x head_dim"] = attention.q_proj.weight.shape[0]
+    head_dim, group = layer.self_attn.head_dim, layer.self_attn.num_key_value_groups
+    sizes = {"hidden_size": hidden, "intermediate_size": layer.mlp.gate_proj.weight.shape[0]}
+    sizes["heads x head_dim"] = layer.self_attn.q_proj.weight.shape[0]
     for name, size in sizes.items():
         if size % 32 or size < blocks:
             return f"{name} is {size}: the kernel needs a multiple of 32 from {blocks} up"
@@ -116,20 +144,10 @@ def _of_shapes(model: nn.Module) -> str | None:
         return f"hidden_size is {hidden}: the kernel takes up to {min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks)}"
     if head_dim not in HEAD_DIMS or group > MAX_GROUP:
         return f"head_dim {head_dim} with {group} query heads a key-value head is not supported"
-    for name, weight in model.named_parameters():
-        if weight.dtype != embedding.dtype or weight.device != embedding.device or type(weight) is not nn.Parameter:
-            return f"{name} is a {type(weight).__name__} of {weight.dtype} on {weight.device}"
-        if not weight.is_contiguous() or weight.data_ptr() % 16:
-            return f"{name} is not contiguous, or not aligned to 16 bytes"
-    others = {"lm_head": model.lm_head, "o_proj": attention.o_proj, **dict(mlp.named_children())}
-    if biased := [name for name, module in others.items() if getattr(module, "bias", None) is not None]:
-        return f"its {biased[0]} has a bias"
+    if unaligned := [name for name, weight in model.named_parameters() if weight.data_ptr() % 16]:
+        return f"{unaligned[0]} is not aligned to 16 bytes"
     if model.lm_head.weight.shape != embedding.shape:
         return f"its lm_head is {list(model.lm_head.weight.shape)}, its embedding {list(embedding.shape)}"
-    if len({m.variance_epsilon for m in model.modules() if hasattr(m, "variance_epsilon")}) > 1:
-        return "its norms have more than one epsilon"
-    if 2 * model.model.rotary_emb.inv_freq.numel() != head_dim:
-        return "its rotary embedding turns a part of the head only"
     return None
 
 
@@ -160,12 +178,16 @@ def reason_against_call(
     model_kwargs: dict[str, Any],
 ) -> str | None:
     """Why the runtime can't take this call of generate's sampling loop; None if it can."""
-    if len(input_ids) > MAX_BATCH:
-        return f"{len(input_ids)} sequences at once: the kernel takes up to {MAX_BATCH}"
+    if len(input_ids) > MAX_ROWS:
+        return f"{len(input_ids)} sequences at once: the runtime takes up to {MAX_ROWS}"
+    if input_ids.shape[1] == 0:
+        return "the prompt is empty"
     if synced_gpus:
         return "several GPUs generate in step"
     if config.return_dict_in_generate:
         return "return_dict_in_generate is set"
+    if config.prefill_chunk_size is not None:
+        return "prefill_chunk_size is set"
     if config.is_assistant:
         return "the model assists another one"
     for kind, found, known in (

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from .eligibility import MINIMUM_LENGTHS, cache_of, reason_against_call, reason_against_model
+from .eligibility import MINIMUM_LENGTHS, reason_against_call, reason_against_model
 from .session import Session, choose, weights_of
 
 logger = logging.getLogger("qwen_patch")
@@ -96,7 +96,6 @@ def _signature(processors: LogitsProcessorList) -> tuple:
 
 
 def generate(
-    model: nn.Module,
     session: Session,
     input_ids: torch.Tensor,
     processors: LogitsProcessorList,
@@ -106,14 +105,11 @@ def generate(
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """generate's sampling loop; returns input_ids with the new tokens, as it does."""
-    cache, mask = cache_of(model_kwargs), model_kwargs.get("attention_mask")
-    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    mask = model_kwargs.get("attention_mask")
     starts = [0] * len(input_ids) if mask is None else (mask != 0).long().argmax(-1).tolist()
-    session.start(cache, starts, input_ids, processors)
-    scores = processors(input_ids, outputs.logits[:, -1].float())
+    logits = session.start(input_ids, starts, processors)
+    scores = processors(input_ids, logits.to(torch.float32, copy=True))
     session.put(choose(scores, session.do_sample))
-    cache.layers.clear()
-    del outputs, scores, cache
 
     rows = _Rows(input_ids, criteria, config)
     for tokens in _tokens(session, rows.room):

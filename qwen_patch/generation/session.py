@@ -1,21 +1,32 @@
-"""A session: the buffers of one batch being decoded, and the CUDA graph that moves it on by one token."""
+"""A session: the buffers of one batch being decoded, and the CUDA graphs that take its prompt and move it on."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, LogitsProcessorList
+from torch.nn.functional import pad
+from transformers import LogitsProcessorList
 
 from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step, exchange_words
-from .eligibility import MINIMUM_LENGTHS
+from .eligibility import MINIMUM_LENGTHS, kernel_reason
+from .forward import forward, mask_of
+from .graphs import capture, run_aside
+
+logger = logging.getLogger("qwen_patch")
 
 MAX_SPLITS = 16  # parts that a context is cut into; every reader of the result reads them all
 # Keys that a part has at least, by the batch: one row's parts share its time, several rows fill the GPU by themselves.
 # Qwen3-0.6B, 192 tokens: 1 row 32 keys 657 us, 64 633, 128 677; 8 rows 64 keys 1,650 us, 256 1,358.
 SPLIT_KEYS, SPLIT_KEYS_OF_A_BATCH = 64, 256
+# Lengths that prompts are padded to, each captured at its first use; longer ones, and batches of more tokens, run
+# eagerly at their own length: there the launches are hidden behind the work.
+BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+MAX_CAPTURED_TOKENS = 2048
 
 
 def layer_pointers(model: nn.Module) -> list[list[int]]:
@@ -72,66 +83,112 @@ def choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
 
 
 class Session:
-    """`rows` sequences of at most `capacity` tokens: `start` takes a prompt's cache, `step` decodes one token each."""
+    """`rows` sequences of at most `capacity` tokens: `start` takes their prompt, `step` decodes one token each."""
 
     def __init__(
         self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool
     ) -> None:
         self.rows, self.capacity, self.do_sample = rows, capacity, do_sample
         self.processors = LogitsProcessorList(p for p in processors if type(p) not in MINIMUM_LENGTHS)
-        self.greedy = not do_sample and not self.processors
-        attention, config = model.model.layers[0].self_attn, model.config
+        self.decoder = model.model  # not the model, which holds the sessions: it is freed as soon as it is let go
         self.embedding, self.norm, self.head = outer_weights(model)
         device, dtype = self.embedding.device, self.embedding.dtype
-        layers, kv_heads, head_dim = len(model.model.layers), config.num_key_value_heads, attention.head_dim
-        hidden, intermediate = self.embedding.shape[1], model.model.layers[0].mlp.gate_proj.weight.shape[0]
+        attention, kv_heads = self.decoder.layers[0].self_attn, model.config.num_key_value_heads
+        with torch.inference_mode(False), torch.device(device):
+            positions = torch.arange(capacity)[None]
+            cos, sin = self.decoder.rotary_emb(torch.empty(1, dtype=dtype), positions)
+            self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+            layers, head_dim = len(self.decoder.layers), attention.head_dim
+            self.cache = torch.empty(layers, 2, rows, kv_heads, capacity, head_dim, dtype=dtype)
+            self.prompt = torch.zeros(max(MAX_CAPTURED_TOKENS, rows), dtype=torch.int64)
+            self.last = torch.zeros(rows, dtype=torch.int64)
+            self.state = torch.zeros(2 + rows, dtype=torch.int32)
+            self.tokens = torch.zeros(rows, dtype=torch.int64)
+            self.history = torch.zeros(rows, capacity, dtype=torch.int64)
+            self.banned = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32)
+            self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
+        self.no_kernel = kernel_reason(model, rows)  # why the steps are the plain forward's; None: `decode_step`'s
+        if self.no_kernel is None:
+            self._prepare_kernel(model)
+        else:
+            logger.info("generate decodes without decode_step: %s", self.no_kernel)
+        self.greedy = self.no_kernel is None and not do_sample and not self.processors  # `decode_step` chooses
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.prompts: dict[int, torch.cuda.CUDAGraph] = {}  # by bucket
+        self.capturing = True
+        self.graph = self._captured_step()
+
+    def _prepare_kernel(self, model: nn.Module) -> None:
+        config, device = model.config, self.embedding.device
+        hidden, intermediate = self.embedding.shape[1], self.decoder.layers[0].mlp.gate_proj.weight.shape[0]
+        attention, kv_heads = self.decoder.layers[0].self_attn, config.num_key_value_heads
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        splits = max(1, min(MAX_SPLITS, blocks // (rows * kv_heads)))
+        splits = max(1, min(MAX_SPLITS, blocks // (self.rows * kv_heads)))
         self.sizes = {
             "heads": config.num_attention_heads,
             "intermediate": intermediate,
             "eps": model.model.norm.variance_epsilon,
             "scale": attention.scaling,
             "max_splits": splits,
-            "split_keys": SPLIT_KEYS if rows == 1 else SPLIT_KEYS_OF_A_BATCH,
+            "split_keys": SPLIT_KEYS if self.rows == 1 else SPLIT_KEYS_OF_A_BATCH,
         }
-        q, kv = config.num_attention_heads * head_dim, kv_heads * head_dim
-        words = exchange_words(rows, hidden, intermediate, q, kv, config.num_attention_heads, splits, blocks)
-        with torch.inference_mode(False), torch.device(device):
+        q, kv = config.num_attention_heads * attention.head_dim, kv_heads * attention.head_dim
+        words = exchange_words(self.rows, hidden, intermediate, q, kv, config.num_attention_heads, splits, blocks)
+        with torch.inference_mode(False):
             self.table = torch.tensor(layer_pointers(model), dtype=torch.int64, device=device)
-            positions = torch.arange(capacity)[None]
-            cos, sin = model.model.rotary_emb(torch.empty(1, dtype=dtype), positions)
-            self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
-            self.cache = torch.empty(layers, 2, rows, kv_heads, capacity, head_dim, dtype=dtype)
-            self.exchange = torch.zeros(words, dtype=torch.int32)
-            self.state = torch.zeros(2 + rows, dtype=torch.int32)
-            self.tokens = torch.zeros(rows, dtype=torch.int64)
-            self.history = torch.zeros(rows, capacity, dtype=torch.int64)
-            self.banned = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32)
-            self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
-        self.graph = self._captured()
+            self.exchange = torch.zeros(words, dtype=torch.int32, device=device)
 
-    def start(self, cache: Cache, starts: Sequence[int], prompt: torch.Tensor, processors: LogitsProcessorList) -> None:
-        """Takes over a prompt's cache [rows, kv_heads, T, D] a layer, row b from starts[b] on; prompt: its tokens.
+    def start(self, prompt: torch.Tensor, starts: Sequence[int], processors: LogitsProcessorList) -> torch.Tensor:
+        """Takes the prompt [rows, T], row b from starts[b] on; returns the logits [rows, V] of what comes next.
 
         processors: of this call; only the minimal lengths may differ from those that the session was made with.
 
         Padding on the left is left out, so that every row starts at position 0, where its rotary embedding does too.
+        The logits are the session's: the next step writes over them.
         """
-        length = cache.get_seq_length()
-        for layer, kept in enumerate(cache.layers):
-            for side, states in enumerate((kept.keys, kept.values)):
-                if not any(starts):
-                    self.cache[layer, side, :, :, :length] = states
-                    continue
-                for row, first in enumerate(starts):
-                    self.cache[layer, side, row, :, : length - first] = states[row, :, first:]
-        self.state[1:].copy_(torch.tensor([prompt.shape[1], *(length - first for first in starts)], dtype=torch.int32))
+        width = prompt.shape[1]
+        left = torch.tensor(starts, device=prompt.device)
+        lengths = width - left
+        turned = prompt.gather(1, (torch.arange(width, device=prompt.device) + left[:, None]) % width)
+        self._take(turned[:, : width - min(starts)], lengths - 1)
+        if self.no_kernel is not None:
+            # Its attention multiplies what stands in the slots to come by zero, so no inf and no NaN may be left there.
+            unused = torch.arange(self.capacity, device=prompt.device) >= lengths[:, None]
+            self.cache.masked_fill_(unused[:, None, :, None], 0)
+        self.state[1] = width
+        self.state[2:] = lengths
         self.banned.copy_(torch.tensor(banned_by(processors), dtype=torch.int32))
         # Processors see the whole history; what is beyond its end repeats a token that is in it, which changes nothing
         # for a penalty on tokens that have occurred.
-        self.history.copy_(prompt[:, -1:].expand_as(self.history) if prompt.shape[1] else self.tokens[:, None])
-        self.history[:, : prompt.shape[1]] = prompt
+        self.history.copy_(prompt[:, -1:].expand_as(self.history))
+        self.history[:, :width] = prompt
+        return self.logits
+
+    def _take(self, tokens: torch.Tensor, last: torch.Tensor) -> None:
+        """Fills the cache, and `logits`, from prompts at position 0, padded on the right."""
+        self.last.copy_(last)
+        length, most = tokens.shape[1], min(self.capacity, MAX_CAPTURED_TOKENS // self.rows)
+        bucket = next((b for b in BUCKETS if length <= b <= most), None)
+        if bucket is None:
+            self._prompt_work(tokens)
+            return
+        padded = self.prompt[: self.rows * bucket].view(self.rows, bucket)
+        padded.copy_(pad(tokens, (0, bucket - length)))
+        if bucket in self.prompts:
+            self.prompts[bucket].replay()
+            return
+        work, device = functools.partial(self._prompt_work, padded), tokens.device
+        run_aside(work, device)
+        if self.capturing:
+            try:
+                self.prompts[bucket] = capture(work, device, self.pool)
+            except torch.OutOfMemoryError as error:
+                self.capturing = False
+                logger.warning("no memory for a graph of prompts of %d tokens: they run eagerly (%s)", bucket, error)
+
+    def _prompt_work(self, tokens: torch.Tensor) -> None:
+        first = torch.zeros_like(self.last)
+        self.logits.copy_(forward(self.decoder, self.head, tokens, first, self.last, self.cache, self.cos, self.sin))
 
     def put(self, tokens: torch.Tensor) -> None:
         """The first new tokens, which the prompt's logits gave."""
@@ -156,10 +213,19 @@ class Session:
         return wait
 
     def _work(self) -> None:
-        decode_step(
-            self.table, self.embedding, self.norm, self.head, self.cos, self.sin, self.tokens, self.cache,
-            self.exchange, self.state, self.history, self.banned, self.logits, greedy=self.greedy, **self.sizes,
-        )  # fmt: skip
+        if self.no_kernel is None:
+            decode_step(
+                self.table, self.embedding, self.norm, self.head, self.cos, self.sin, self.tokens, self.cache,
+                self.exchange, self.state, self.history, self.banned, self.logits, greedy=self.greedy, **self.sizes,
+            )  # fmt: skip
+        else:
+            first = self.state[2:].long()
+            logits = forward(
+                self.decoder, self.head, self.tokens[:, None], first, torch.zeros_like(first), self.cache, self.cos,
+                self.sin, mask_of(first, self.capacity, self.logits.dtype),
+            )  # fmt: skip
+            self.logits.copy_(logits)
+            self.state[1:] += 1
         if not self.greedy:
             scores = self.logits.float()
             self._ban(scores)
@@ -175,19 +241,13 @@ class Session:
         at = ids.clamp(min=0).expand(self.rows, MAX_BANNED)
         scores.scatter_reduce_(1, at, torch.where(now, -torch.inf, torch.inf).expand_as(at).to(scores.dtype), "amin")
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def _captured_step(self) -> torch.cuda.CUDAGraph:
         """One step, captured. The step before it, which loads what is loaded lazily, is taken back."""
         kept = [t.clone() for t in (self.state[1:], self.tokens, self.history)]
-        random = torch.cuda.get_rng_state(self.tokens.device)
-        side = torch.cuda.Stream(self.tokens.device)
-        side.wait_stream(torch.cuda.current_stream(self.tokens.device))
-        with torch.cuda.stream(side):
-            self._work()
-        torch.cuda.current_stream(self.tokens.device).wait_stream(side)
-        torch.cuda.set_rng_state(random, self.tokens.device)
+        device = self.tokens.device
+        random = torch.cuda.get_rng_state(device)
+        run_aside(self._work, device)
+        torch.cuda.set_rng_state(random, device)
         for tensor, value in zip((self.state[1:], self.tokens, self.history), kept, strict=True):
             tensor.copy_(value)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            self._work()
-        return graph
+        return capture(self._work, device, self.pool)

@@ -41,7 +41,7 @@ class FastGenerate(Patched):
             with runtime.claim(self, input_ids.device, *wanted) as session:
                 if session is not None:
                     return generate(
-                        self, session, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
+                        session, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
                         model_kwargs,
                     )  # fmt: skip
         return super()._sample(

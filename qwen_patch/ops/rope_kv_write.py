@@ -1,5 +1,8 @@
 """rope_kv_write: what an attention does between its projections and its scores, in one pass: the norms of queries and
-keys where a model has them, the rotary embedding, and the write of keys and values into the cache."""
+keys where a model has them, the rotary embedding, and the write of keys and values into the cache.
+
+It is the decode runtime's, which is for CUDA: on a CPU the reference runs.
+"""
 
 from __future__ import annotations
 
