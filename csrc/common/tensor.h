@@ -81,17 +81,17 @@ inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : to
 
 // A new tensor of x's shape, dtype and device; x is contiguous, so its strides serve. It calls the allocation shim
 // itself: a trip through the dispatcher costs about 2 us a tensor, and decode is bound by such trips.
-inline Tensor new_like(const Tensor& x, const int64_t* sizes, const int64_t* strides) {
+inline Tensor new_like(const Tensor& x, int64_t dims, const int64_t* sizes, const int64_t* strides) {
   int32_t dtype, device_type, device_index;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device_index));
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(x.dim(), sizes, strides, dtype, device_type, device_index, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, dtype, device_type, device_index, &handle));
   return Tensor(handle);
 }
 
-inline Tensor new_like(const Tensor& x) { return new_like(x, x.sizes().data(), x.strides().data()); }
+inline Tensor new_like(const Tensor& x) { return new_like(x, x.dim(), x.sizes().data(), x.strides().data()); }
 
 // As new_like, with half of x's last dimension: the result of a packed op.
 inline Tensor new_half(const Tensor& x) {
@@ -103,7 +103,7 @@ inline Tensor new_half(const Tensor& x) {
     stride[i] = step;
     step *= size[i] > 0 ? size[i] : 1;
   }
-  return new_like(x, size.data(), stride.data());
+  return new_like(x, x.dim(), size.data(), stride.data());
 }
 
 template <typename T>

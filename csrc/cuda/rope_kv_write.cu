@@ -59,7 +59,7 @@ Tensor rope_kv_write(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_norm,
   k_norm = head_norm(k_norm, x);
   int64_t B = q.size(0), tokens = q.size(1), D = keys.size(3), heads = q.size(2) / D;
   int64_t sizes[] = {B, tokens, heads, D}, strides[] = {tokens * heads * D, heads * D, D, 1};
-  Tensor out = new_like(x.q, sizes, strides);
+  Tensor out = new_like(x.q, 4, sizes, strides);
   if (B * tokens == 0) return out;
   QP_DISPATCH(q.scalar_type(), {
     RopeKvWrite<T> p = {};
