@@ -36,13 +36,14 @@ class OnCPU(Session):
 
     steps = 0
 
-    def step(self) -> None:
-        self.steps += 1
-        super().step()
+    def step(self, tokens: int = 1) -> None:
+        self.steps += tokens
+        super().step(tokens)
 
     def send(self) -> Callable[[], torch.Tensor]:
-        tokens = self.tokens.clone()
-        return lambda: tokens
+        new = self.history[:, self.sent : self.column].clone()
+        self.sent = self.column
+        return lambda: new
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_a_model_is_freed_as_soon_as_it_is_let_go(on_cpu):
 
 def test_no_memory_for_a_graph_of_prompts(on_cpu, monkeypatch, caplog):
     def full(work: Any, device: Any, pool: Any) -> SimpleNamespace:
-        if getattr(work, "func", None) is not None:  # a prompt's, with its tokens; not the step
+        if work.func.__name__ == "_prompt_work":  # not the steps
             raise torch.OutOfMemoryError("CUDA out of memory")
         return SimpleNamespace(replay=work)
 
@@ -159,7 +160,8 @@ def test_no_memory_for_a_graph_of_prompts(on_cpu, monkeypatch, caplog):
 def test_one_token_and_none_to_spare(on_cpu):
     model = small_model("qwen3")
     assert compared(model, left_padded(5), max_new_tokens=1).shape == (1, 6)
-    assert compared(model, left_padded(5), max_new_tokens=runtime.AHEAD).shape == (1, 5 + runtime.AHEAD)
+    for tokens in range(2, 2 * session.BURST + 3):  # whole bursts, single steps after them, less than a burst
+        assert compared(model, left_padded(5), max_new_tokens=tokens).shape == (1, 5 + tokens)
 
 
 def test_rows_end_one_after_the_other(on_cpu):
@@ -171,7 +173,38 @@ def test_rows_end_one_after_the_other(on_cpu):
     # The rows end long before max_new_tokens: the loop must not run on.
     compared(model, left_padded(6), eos_token_id=ends, pad_token_id=0, max_new_tokens=200)
     (single,) = [s for s in model.__dict__[RUNTIME].sessions.values() if s.rows == 1]
-    assert single.steps < 20 + 2 * runtime.AHEAD
+    assert single.steps < 20 + (1 + runtime.AHEAD) * session.BURST
+
+
+def no_change(model: PreTrainedModel) -> None:
+    model(token_ids(1, 4))
+    model.generate(**left_padded(4), max_new_tokens=2, do_sample=False)
+
+
+CHANGES = {
+    "nothing": no_change,
+    "a weight's data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
+    "a weight's layout": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.t()),
+    "a weight": lambda model: setattr(model.model.norm, "weight", torch.nn.Parameter(torch.ones(192))),
+    "dtype": lambda model: model.half(),
+    "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(2),
+    "training": lambda model: model.model.layers[1].train(),
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *args: None),
+    "a forward": lambda model: setattr(model.model.layers[1].mlp, "forward", lambda x: x),
+    "epsilon": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-2),
+    "a layer less": lambda model: model.model.layers.pop(1),
+    "an adapter": lambda model: get_peft_model(model, LoraConfig(target_modules=["q_proj"])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_state_of_a_model(change):
+    """What the runtime goes by to tell that its graphs, and its reasons, still hold."""
+    model = small_model("qwen3", **WEIGHTS)
+    qwen_patch.patch_model(model)
+    before = eligibility.state_of(model)
+    CHANGES[change](model)
+    assert (eligibility.state_of(model) == before) == (change == "nothing")
 
 
 def test_processors_see_the_history(on_cpu):

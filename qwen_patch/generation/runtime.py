@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,11 +15,17 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from .eligibility import MINIMUM_LENGTHS, reason_against_call, reason_against_model
-from .session import Session, choose, weights_of
+from .eligibility import (
+    MINIMUM_LENGTHS,
+    reason_against_call,
+    reason_against_config,
+    reason_against_model,
+    state_of,
+)
+from .session import BURST, Session, choose
 
 logger = logging.getLogger("qwen_patch")
-AHEAD = 4  # tokens that the GPU may be ahead of the host, which looks for the end
+AHEAD = 2  # bursts that the GPU may be ahead of the host, which looks for the end
 MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
 SMALLEST_CAPACITY = 256
 
@@ -31,13 +37,18 @@ class Runtime:
         self.sessions: OrderedDict[Any, Session] = OrderedDict()
         self.lock = threading.RLock()
         self.busy = False  # seen true only by a call from within a call, of a streamer say
-        self.weights: list[Any] = []
+        self.state: list[Any] = []  # of the model, at the last call; and what it means
+        self.model_reason: str | None = None
+        self.state_of_sessions: list[Any] = []
         self.last_reason: str | None = None
         self.told: set[str] = set()
 
     def why_not(self, model: nn.Module, *call: Any) -> str | None:
         """Why a call goes to Transformers' own loop; said once a reason, and kept for `explain`."""
-        self.last_reason = reason_against_model(model) or reason_against_call(*call)
+        state = state_of(model)
+        if state != self.state:
+            self.state, self.model_reason = state, reason_against_model(model)
+        self.last_reason = reason_against_config(model.config) or self.model_reason or reason_against_call(*call)
         if self.last_reason is not None and self.last_reason not in self.told:
             self.told.add(self.last_reason)
             logger.info("generate runs Transformers' own loop: %s", self.last_reason)
@@ -72,10 +83,9 @@ class Runtime:
 
     def session(self, model: nn.Module, rows: int, length: int, processors: Any, do_sample: bool) -> Session:
         """For `rows` sequences of up to `length` tokens: one from before, if the model is still what it was."""
-        weights = weights_of(model)
-        if weights != self.weights:
+        if self.state != self.state_of_sessions:
             self.sessions.clear()
-            self.weights = weights
+            self.state_of_sessions = self.state
         capacity = SMALLEST_CAPACITY
         while capacity < length:
             capacity *= 2
@@ -124,16 +134,16 @@ def generate(
 
 
 def _tokens(session: Session, most: int) -> Iterator[torch.Tensor]:
-    """The rows' tokens on the host, step after step, with the GPU AHEAD steps ahead."""
-    under_way: deque[Callable[[], torch.Tensor]] = deque()
-    for i in range(most):
-        if i:
-            session.step()
-        under_way.append(session.send())
-        if len(under_way) > AHEAD:
-            yield under_way.popleft()()
+    """The rows' tokens on the host, step after step, with the GPU up to AHEAD bursts ahead."""
+    under_way = deque([session.send()])
+    asked = 1
     while under_way:
-        yield under_way.popleft()()
+        while asked < most and len(under_way) <= AHEAD:
+            steps = BURST if most - asked >= BURST else 1
+            session.step(steps)
+            under_way.append(session.send())
+            asked += steps
+        yield from under_way.popleft()().unbind(1)
 
 
 class _Rows:

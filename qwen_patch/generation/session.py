@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ SPLIT_KEYS, SPLIT_KEYS_OF_A_BATCH = 64, 256
 # eagerly at their own length: there the launches are hidden behind the work.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 MAX_CAPTURED_TOKENS = 2048
+BURST = 4  # steps in one graph: the gap between two graphs, and the copy to the host, take 20 us
 
 
 def layer_pointers(model: nn.Module) -> list[list[int]]:
@@ -51,12 +51,6 @@ def layer_pointers(model: nn.Module) -> list[list[int]]:
 def outer_weights(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
     """Those around the layers: embedding, final norm, head."""
     return model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head.weight
-
-
-def weights_of(model: nn.Module) -> list[Any]:
-    """All that a captured graph depends on in the model. If it is what it was, the graph still holds."""
-    outer, epsilon = outer_weights(model), model.model.norm.variance_epsilon
-    return [layer_pointers(model), [w.data_ptr() for w in outer], outer[0].dtype, outer[0].device, epsilon]
 
 
 def banned_by(processors: LogitsProcessorList) -> list[int]:
@@ -116,7 +110,8 @@ class Session:
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.prompts: dict[int, torch.cuda.CUDAGraph] = {}  # by bucket
         self.capturing = True
-        self.graph = self._captured_step()
+        self.column = self.sent = 0  # of the history: the next to be written; the first that the host has not been sent
+        self.graphs = self._captured_steps()
 
     def _prepare_kernel(self, model: nn.Module) -> None:
         config, device = model.config, self.embedding.device
@@ -162,6 +157,7 @@ class Session:
         # for a penalty on tokens that have occurred.
         self.history.copy_(prompt[:, -1:].expand_as(self.history))
         self.history[:, :width] = prompt
+        self.column = self.sent = width
         return self.logits
 
     def _take(self, tokens: torch.Tensor, last: torch.Tensor) -> None:
@@ -195,15 +191,19 @@ class Session:
         self.tokens.copy_(tokens)
         self.history.scatter_(1, self.state[1].long().expand(self.rows, 1), tokens[:, None])
         self.state[1] += 1
+        self.column += 1
 
-    def step(self) -> None:
-        """One token more for every row, in `tokens`. It only asks the GPU to, and returns."""
-        self.graph.replay()
+    def step(self, tokens: int = 1) -> None:
+        """That many tokens more for every row, 1 or BURST. It only asks the GPU to, and returns."""
+        self.graphs[tokens].replay()
+        self.column += tokens
 
     def send(self) -> Callable[[], torch.Tensor]:
-        """Sends the tokens to the host; the function returned waits for them."""
-        slot, arrived = torch.empty(self.rows, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
-        slot.copy_(self.tokens, non_blocking=True)
+        """Sends the tokens that the host has not been sent yet; the function returned waits for them: [rows, new]."""
+        new = self.history[:, self.sent : self.column].contiguous()
+        self.sent = self.column
+        slot, arrived = torch.empty(new.shape, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+        slot.copy_(new, non_blocking=True)
         arrived.record()
 
         def wait() -> torch.Tensor:
@@ -211,6 +211,10 @@ class Session:
             return slot
 
         return wait
+
+    def _steps(self, tokens: int) -> None:
+        for _ in range(tokens):
+            self._work()
 
     def _work(self) -> None:
         if self.no_kernel is None:
@@ -241,8 +245,8 @@ class Session:
         at = ids.clamp(min=0).expand(self.rows, MAX_BANNED)
         scores.scatter_reduce_(1, at, torch.where(now, -torch.inf, torch.inf).expand_as(at).to(scores.dtype), "amin")
 
-    def _captured_step(self) -> torch.cuda.CUDAGraph:
-        """One step, captured. The step before it, which loads what is loaded lazily, is taken back."""
+    def _captured_steps(self) -> dict[int, torch.cuda.CUDAGraph]:
+        """One step, and BURST of them, captured. The step before, which loads what is loaded lazily, is taken back."""
         kept = [t.clone() for t in (self.state[1:], self.tokens, self.history)]
         device = self.tokens.device
         random = torch.cuda.get_rng_state(device)
@@ -250,4 +254,4 @@ class Session:
         torch.cuda.set_rng_state(random, device)
         for tensor, value in zip((self.state[1:], self.tokens, self.history), kept, strict=True):
             tensor.copy_(value)
-        return capture(self._work, device, self.pool)
+        return {n: capture(functools.partial(self._steps, n), device, self.pool) for n in (1, BURST)}
