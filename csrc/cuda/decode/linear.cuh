@@ -272,8 +272,8 @@ struct Consumer {
     float4 a = of_warps[0], b = of_warps[1];
     float r = rsqrtf(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p.inverse_H + p.eps);
 #pragma unroll 1
-    for (int c = 0; c < chunks && k < K; ++c, k += CHUNK) {
-      uint2 w = *reinterpret_cast<const uint2*>(weight + k);
+    for (int c = 0; c < chunks; ++c, k += CHUNK) {  // all lanes, for the shuffle; who has no columns norms nothing
+      uint2 w = *reinterpret_cast<const uint2*>(weight + min(k, K - 4));
       uint2 v[ROOM];
 #pragma unroll
       for (int row = 0; row < ROOM; ++row) v[row] = load64(x_at(c, row));
