@@ -4,6 +4,8 @@
 #   measure.sh cpu|cuda ops OUT_DIR                       every op at the shapes of real models
 #   measure.sh cuda decode OUT_DIR [SHAPE]                generate through the decode runtime against Transformers' own loop
 #                                                         and its compiled static cache; 90 s a shape on an H200
+#   measure.sh cuda long OUT_DIR                          the same on Qwen3-8B with 8 sequences, and after 8,064 tokens;
+#                                                         without the static cache; 2 minutes
 #   measure.sh cuda speed OUT_DIR [SHAPE]                 the fused modules under Transformers' own loop, and the ablations,
 #                                                         at official shapes; 4 minutes each on an H200
 # Run it in an environment with this package, or from the source folder with PYTHONPATH=. set.
@@ -38,6 +40,15 @@ if [ "$part" = decode ]; then
   for shape in ${subject:-Qwen2.5-0.5B Qwen3-0.6B Qwen3-1.7B Qwen3-8B}; do
     qwen_patch bench --device cuda --model "random:$shape" --fusion both --prompt-lengths 128 --rounds 3 --static \
       --output "$out/decode_$shape"
+  done
+  exit
+fi
+
+if [ "$part" = long ]; then
+  for case in "batch8 --batch 8 --prompt-lengths 128" "8k --prompt-lengths 8064"; do
+    read -r name options <<<"$case"
+    # shellcheck disable=SC2086
+    qwen_patch bench --device cuda --model random:Qwen3-8B --fusion both --rounds 3 $options --output "$out/decode_Qwen3-8B_$name"
   done
   exit
 fi

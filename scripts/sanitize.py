@@ -14,9 +14,12 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from qwen_patch import ops
 from qwen_patch.benchmarks.results import environment
+from qwen_patch.generation.session import Session
+from qwen_patch.loading import BUNDLED
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
@@ -25,9 +28,25 @@ OURS_ONLY = ["--kernel-regex", "kns=qwen_patch"]
 FINDING_IN_OURS = re.compile(r"Uninitialized __global__ memory read.*\n=+\s+at .*qwen_patch")
 
 
+def decode(rows: int, model: PreTrainedModel) -> int:
+    """Two steps of the decode kernel after a prompt; the number of its calls, with the one before the capture."""
+    decoded = Session(model, rows, 256, LogitsProcessorList(), False)
+    decoded.capturing = False  # of prompts: a graph that allocates needs the cache of memory, which is off here
+    ids = torch.randint(0, model.config.vocab_size, (rows, 9), device="cuda")
+    logits = decoded.start(ids, list(range(rows)), LogitsProcessorList())
+    decoded.put(logits.argmax(-1))
+    decoded.step()
+    decoded.step()
+    return 3
+
+
 def run_every_op() -> int:
-    """Each op on each of its samples in each dtype; the number of calls."""
+    """Each op on each of its samples in each dtype, and decode_step on the bundled models; the number of calls."""
     calls = 0
+    for folder in BUNDLED.values():
+        for dtype in (torch.bfloat16, torch.float16):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to("cuda")
+            calls += sum(decode(rows, model) for rows in (1, 3))
     for op in ops.OPS.values():
         for dtype in ops.DTYPES:
             for args in op.samples(torch.device("cuda"), dtype):
@@ -78,7 +97,7 @@ def main() -> None:
         "benchmark": "compute-sanitizer",
         "environment": environment(torch.device("cuda")),
         "compute_sanitizer": version.strip().splitlines()[-1],
-        "ops": list(ops.OPS),
+        "ops": [*ops.OPS, "decode_step"],
         "dtypes": [str(d).removeprefix("torch.") for d in ops.DTYPES],
         "calls": run_every_op(),
         "findings": results,

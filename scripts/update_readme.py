@@ -81,18 +81,18 @@ def decode() -> str:
     for document in documents:
         for prompt in prompts_of(document):
             found = variants_at(document, prompt)
-            stock, both, static = (found[variant] for variant in ("stock", "both", "static"))
+            stock, both, static = found["stock"], found["both"], found.get("static")
             low, high = both["decode_vs_stock"]["interval95"]
             rows.append(
                 [
                     f"{document['model'].removesuffix(' (random)')}, batch {document['batch']}, prompt {prompt}",
                     f"{stock['decode_tps']:,.0f}",
-                    f"{static['decode_tps']:,.0f}",
+                    f"{static['decode_tps']:,.0f}" if static else "",
                     f"**{both['decode_tps']:,.0f}**",
                     f"**{both['decode_vs_stock']['ratio']:.1f}x** [{low:.1f}, {high:.1f}]",
                     f"{100 * both['share_of_copy']:.0f}%",
-                    f"{stock['first_token_ms']:.0f} / {static['first_token_ms']:.0f} / {both['first_token_ms']:.0f}",
-                    f"{static['cold_s']:.0f} / {both['cold_s']:.1f}",
+                    " / ".join(f"{v['first_token_ms']:.0f}" if v else "-" for v in (stock, static, both)),
+                    f"{static['cold_s']:.0f} / {both['cold_s']:.1f}" if static else f"- / {both['cold_s']:.1f}",
                     both["tokens"],
                 ]
             )
