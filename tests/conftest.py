@@ -43,3 +43,10 @@ def device(request) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    from decoding import run_on_cpu
+
+    run_on_cpu(monkeypatch)

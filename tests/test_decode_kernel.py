@@ -35,11 +35,19 @@ def random_batch(model: PreTrainedModel, *lengths: int) -> dict[str, torch.Tenso
     return {"input_ids": ids, "attention_mask": mask}
 
 
-MANY_ROWS = tuple(range(1, 13))
+LENGTHS = [
+    (7,),
+    (5, 40, 1),
+    (3, 9, 1, 30, 12, 30, 2, 8),
+    (600, 900),
+    (7900,),
+    (7900, 300, 5000),
+    tuple(range(1, 13)),
+]
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-@pytest.mark.parametrize("lengths", [(7,), (5, 40, 1), (3, 9, 1, 30, 12, 30, 2, 8), (600, 900), MANY_ROWS], ids=len)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} of up to {max(lengths)}")
 def test_greedy_on_cuda(name, lengths):
     model, _ = bundled(name)
     inputs, options = random_batch(model, *lengths), {"max_new_tokens": 256, "do_sample": False, "pad_token_id": 0}
@@ -81,8 +89,9 @@ def test_prompts_at_the_edges_of_buckets(rows, monkeypatch):
         ("qwen3", {"head_dim": 80, "hidden_size": 320}, 2),
         ("llama", {"head_dim": 64, "hidden_size": 258, "num_attention_heads": 6}, 1),
         ("qwen2", {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}, 64),
+        ("llama", {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 32, "hidden_size": 512}, 8),
     ],
-    ids=["head size", "hidden size", "rows"],
+    ids=["head size", "hidden size", "rows", "key-value heads"],
 )
 def test_what_the_kernel_does_not_take(family, sizes, rows):
     sizes = {"vocab_size": 1000, "initializer_range": 0.05, "max_position_embeddings": 1024} | sizes
@@ -229,6 +238,46 @@ def test_nothing_stale_is_replayed(change):
     assert torch.equal(found, before) == (change is move)
 
 
+def test_a_context_that_shrinks_and_grows_again():
+    """On one session, whose parts of attention a short context leaves as a long one has left them."""
+    model, _ = bundled("tiny-qwen3")
+    qwen_patch.patch_model(model)
+    options = {"max_length": 1000, "do_sample": False, "pad_token_id": 0}
+    prompts, expected = [random_batch(model, 20), random_batch(model, 900)], []
+    for inputs in prompts:
+        expected.append(model.generate(**inputs, **options))
+        model.__dict__[RUNTIME].sessions.clear()
+    for i in (1, 0, 1, 0, 1):
+        assert torch.equal(model.generate(**prompts[i], **options), expected[i])
+    assert len(model.__dict__[RUNTIME].sessions) == 1
+
+
+def test_calls_on_different_streams():
+    """A call that ends early leaves steps under way, on its stream; the next one, on another, must not meet them."""
+    model, _ = bundled("tiny-qwen3")
+    qwen_patch.patch_model(model)
+    options = {"max_new_tokens": 200, "do_sample": False, "pad_token_id": 0}
+    prompts = [random_batch(model, 5), random_batch(model, 9)]
+    expected = [model.generate(**inputs, **options) for inputs in prompts]
+    ends = [int(tokens[0, inputs["input_ids"].shape[1] + 3]) for tokens, inputs in zip(expected, prompts, strict=True)]
+    expected = [model.generate(**i, **options, eos_token_id=end) for i, end in zip(prompts, ends, strict=True)]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for inputs, end, tokens in zip(prompts, ends, expected, strict=True):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                assert torch.equal(model.generate(**inputs, **options, eos_token_id=end), tokens)
+
+
+def test_a_default_device():
+    model, _ = bundled("tiny-qwen2")
+    qwen_patch.patch_model(model)
+    inputs, options = random_batch(model, 5, 8), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    with torch.device("cuda"):
+        assert torch.equal(model.generate(**inputs, **options), expected)
+    assert model.last_reason is None
+
+
 def test_two_threads_on_one_model():
     model, _ = bundled("tiny-qwen3")
     qwen_patch.patch_model(model)
@@ -302,8 +351,10 @@ def test_no_memory_for_a_graph(monkeypatch, caplog):
 
     # Out of memory in the midst of the capture itself, after the run before it.
     monkeypatch.setattr(session, "capture", lambda work, device, pool: graphs.capture(full, device, pool))
+    before = torch.cuda.current_stream()
     for _ in range(2):
         assert torch.equal(model.generate(**inputs, **options), expected)
+    assert torch.cuda.current_stream() == before
     assert caplog.text.count("no memory for a graph of prompts of 16 tokens") == 1
     assert not kept.prompts
 
@@ -320,4 +371,4 @@ def test_no_memory_for_a_session(monkeypatch, caplog):
     monkeypatch.setattr(runtime, "Session", full)
     found = model.generate(**inputs, **options)
     assert found.shape == expected.shape
-    assert "no memory for the cache of the decode runtime" in caplog.text
+    assert "no memory for the decode runtime" in caplog.text

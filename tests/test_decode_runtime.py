@@ -5,77 +5,27 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from decoding import compared, left_padded
 from models import small_model, token_ids
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
 )
 
 import qwen_patch
-from qwen_patch.generation import eligibility, runtime, session
+from qwen_patch.generation import models, runtime, session
 from qwen_patch.generation.session import Session, choose
 from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
 
 WEIGHTS = {"hidden_size": 192, "intermediate_size": 448, "num_attention_heads": 6, "head_dim": 32}
-
-
-class OnCPU(Session):
-    """A session without a GPU, which runs what it would capture: its steps are the plain forward's."""
-
-    steps = 0
-
-    def step(self, tokens: int = 1) -> None:
-        self.steps += tokens
-        super().step(tokens)
-
-    def send(self) -> Callable[[], torch.Tensor]:
-        new = self.history[:, self.sent : self.column].clone()
-        self.sent = self.column
-        return lambda: new
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Lets the runtime take small models on the CPU, in any dtype."""
-    monkeypatch.setattr(eligibility, "_of_device", lambda model: None)
-    monkeypatch.setattr(runtime, "Session", OnCPU)
-    monkeypatch.setattr(session, "kernel_reason", lambda model, rows: "it is on the CPU")
-    monkeypatch.setattr(session, "run_aside", lambda work, device: work())
-    monkeypatch.setattr(session, "capture", lambda work, device, pool: SimpleNamespace(replay=work))
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
-
-
-def left_padded(*lengths: int) -> dict[str, torch.Tensor]:
-    ids, mask = token_ids(len(lengths), max(lengths)), torch.ones(len(lengths), max(lengths), dtype=torch.long)
-    for row, length in enumerate(lengths):
-        mask[row, : max(lengths) - length] = 0
-        ids[row, : max(lengths) - length] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def compared(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """generate of the patched model, through the runtime, after the stock model's has been found to be the same."""
-    options = {"max_new_tokens": 20, "do_sample": False} | options
-    qwen_patch.unpatch_model(model)
-    expected = model.generate(**inputs, **options)
-    qwen_patch.patch_model(model)
-    found = model.generate(**inputs, **options)
-    assert model.last_reason is None
-    assert torch.equal(found, expected)
-    return found
 
 
 def all_compared(model: PreTrainedModel, inputs: list[dict[str, Any]], **options: Any) -> list[Session]:
@@ -202,9 +152,9 @@ def test_state_of_a_model(change):
     """What the runtime goes by to tell that its graphs, and its reasons, still hold."""
     model = small_model("qwen3", **WEIGHTS)
     qwen_patch.patch_model(model)
-    before = eligibility.state_of(model)
+    before = models.state_of(model)
     CHANGES[change](model)
-    assert (eligibility.state_of(model) == before) == (change == "nothing")
+    assert (models.state_of(model) == before) == (change == "nothing")
 
 
 def test_processors_see_the_history(on_cpu):
@@ -270,122 +220,3 @@ def test_sampling_draws_from_the_distribution():
     expected = scores.softmax(0) * draws.sum()
     assert float(((draws - expected) ** 2 / expected).sum()) < 120
     assert torch.equal(choose(scores[None], False), scores.argmax()[None])
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]])},
-        {"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])},
-        {"position_ids": torch.tensor([[3, 40, 52, 66, 77]])},
-    ],
-    ids=["a hole", "padding on the right", "positions"],
-)
-def test_other_masks_and_positions_go_to_the_stock_loop(changed, on_cpu):
-    model = small_model("qwen3")
-    inputs = {"input_ids": token_ids(1, 5), "attention_mask": torch.ones(1, 5, dtype=torch.long)} | changed
-    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    assert torch.equal(qwen_patch.patch_model(model).generate(**inputs, max_new_tokens=6, do_sample=False), expected)
-    assert model.last_reason == "the attention mask or the positions are not those of padding on the left"
-
-
-def test_more_ends_of_text_than_the_kernel_holds_back(on_cpu):
-    model, many = qwen_patch.patch_model(small_model("qwen3")), list(range(100, 109))
-    model.generate(token_ids(1, 5), max_new_tokens=3, min_new_tokens=2, eos_token_id=many, pad_token_id=0)
-    assert model.last_reason == "a minimal length holds 9 ends of text back: the kernel knows 8"
-
-
-class Own(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"logits_processor": LogitsProcessorList([Own()])}, "the logits processor Own needs the host"),
-        ({"return_dict_in_generate": True}, "return_dict_in_generate is set"),
-        ({"past_key_values": DynamicCache()}, "a cache was given"),
-        ({"cache_implementation": "static"}, "the cache is a StaticCache"),
-        ({"use_cache": False}, "the cache is a NoneType"),
-        ({"num_return_sequences": 65, "do_sample": True}, "65 sequences at once"),
-        ({"prefill_chunk_size": 2}, "prefill_chunk_size is set"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_calls_that_the_stock_loop_takes(options, reason, on_cpu):
-    model = qwen_patch.patch_model(small_model("qwen2"))
-    model.generate(token_ids(1, 5), **{"max_new_tokens": 3, "do_sample": False} | options)
-    assert model.last_reason.startswith(reason)
-    assert any(reason in note for note in qwen_patch.explain(model).notes)
-
-
-def hooked(model: PreTrainedModel) -> PreTrainedModel:
-    model.model.layers[1].mlp.register_forward_hook(lambda *args: None)
-    return model
-
-
-def adapted(model: PreTrainedModel) -> PreTrainedModel:
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")).eval()
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (hooked, "model.layers.1.mlp has hooks"),
-        (adapted, "model.layers.0.self_attn.q_proj is a peft."),
-        (lambda model: model.train(), "the model is in training mode"),
-    ],
-    ids=["hook", "adapter", "training"],
-)
-def test_models_that_the_stock_loop_takes(change, reason, on_cpu):
-    model = qwen_patch.patch_model(small_model("qwen3"))
-    changed = change(model)
-    changed.generate(input_ids=token_ids(1, 5), max_new_tokens=3, do_sample=False)
-    assert model.last_reason.startswith(reason)
-
-
-def test_another_activation_goes_to_the_stock_loop(on_cpu):
-    model = small_model("qwen2", hidden_act="gelu")
-    qwen_patch.patch_model(model, generation="auto").generate(token_ids(1, 5), max_new_tokens=3)
-    assert model.last_reason == "its activation is 'gelu'"
-
-
-def test_a_sliding_window_goes_to_the_stock_loop(on_cpu):
-    model = small_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    qwen_patch.patch_model(model).generate(token_ids(1, 5), max_new_tokens=3)
-    assert model.last_reason == "some layers have a sliding window"
-
-
-def test_hidden_states_once_asked_for_do_not_slow_it_down_for_ever(on_cpu):
-    model = small_model("qwen3")
-    model(token_ids(1, 3), output_hidden_states=True, output_attentions=True)
-    compared(model, left_padded(5))
-
-
-def test_hooks_on_all_modules_are_seen_beside_the_recorders(on_cpu):
-    model = qwen_patch.patch_model(small_model("qwen3"))
-    model(token_ids(1, 3), output_hidden_states=True)
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
-    try:
-        model.generate(token_ids(1, 5), max_new_tokens=3, do_sample=False)
-    finally:
-        handle.remove()
-    assert model.last_reason == "the model has hooks"
-
-
-def test_a_model_on_the_cpu_says_so():
-    model = qwen_patch.patch_model(small_model("qwen3"))
-    model.generate(token_ids(1, 5), max_new_tokens=3)
-    assert "the model is on cpu" in model.last_reason
-
-
-def test_generation_stock():
-    model = qwen_patch.patch_model(small_model("qwen3"), generation="stock")
-    model.generate(token_ids(1, 5), max_new_tokens=3)
-    assert RUNTIME not in model.__dict__
-    with qwen_patch.patched(model):
-        assert qwen_patch.explain(model).generation.replacement == "FastGenerate"
-    assert qwen_patch.explain(model).generation.reason == "generation=stock"
-    with pytest.raises(qwen_patch.PatchError, match="unknown generation 'fast': supported are auto, stock"):
-        qwen_patch.patch_model(model, generation="fast")

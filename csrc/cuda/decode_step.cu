@@ -1,4 +1,6 @@
 // decode_step on CUDA: checks, the launch's configuration, registration. The kernel is in decode/step.cuh.
+#include <algorithm>
+
 #include "decode/step.cuh"
 
 namespace qwen_patch::cuda {
@@ -7,6 +9,7 @@ namespace {
 using namespace decode;
 
 constexpr const char* OP = "decode_step";
+constexpr int MIN_SLOTS = 2;  // a tile of two octets is in use at once
 
 // Sizes of what blocks exchange, in 4-byte words from the start of the `exchange` tensor; every part a multiple of 16
 // bytes. ops/decode_step.py asks for the sum.
@@ -30,14 +33,43 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// The sizes of a step of B rows, as every multiprocessor has them.
+template <typename T>
+Step<T> sized(int64_t L, int64_t H, int64_t I, int64_t V, int64_t heads, int64_t kv_heads, int64_t D, int64_t B) {
+  int blocks = device_traits().multiprocessors;
+  auto of_block = [&](int64_t n, int64_t rows) { return static_cast<int>((n + blocks * rows - 1) / (blocks * rows)); };
+  Step<T> p = {};
+  p.layer_count = static_cast<int>(L);
+  p.H = static_cast<int>(H);
+  p.I = static_cast<int>(I);
+  p.V = static_cast<int>(V);
+  p.heads = static_cast<int>(heads);
+  p.kv_heads = static_cast<int>(kv_heads);
+  p.B = static_cast<int>(B);
+  p.inverse_H = 1.f / static_cast<float>(H);
+  // With one row the whole input of the longest stage is kept, or a multiple of the 4 chunks that are asked for at
+  // once; with more, a normed input.
+  p.x_chunks = B == 1 ? 8 : chunks_of(p.H);
+  // A stage of whole phases is one group: it needs room for all its tiles.
+  p.tile_group = B == 1 ? MAX_TILES : std::max(2, of_block(H, 16));
+  p.route_count = (of_block(heads * D, 8) + 2 * of_block(kv_heads * D, 8) + 1) / 2 * 16;
+  return p;
+}
+
+// Slots of the ring that fit beside everything else in shared memory.
 template <typename T, int D, int SHIFT>
-void launch_step(Step<T> p, int blocks, cudaStream_t stream) {
-  int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  int wanted = p.slots;
+int slots_that_fit(Step<T> p) {
   p.slots = 1;
-  int slots = 1 + (limit - Layout<T, D, SHIFT>(p).total - 256) / (SLOT_BYTES + 128);
-  if (wanted > 0 && wanted < slots) slots = wanted;
-  STD_TORCH_CHECK(slots >= 3, OP, ": needs shared memory for 3 slots, this device has ", limit, " bytes a block");
+  int left = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - Layout<T, D, SHIFT>(p).total - 256;
+  return left < 0 ? 0 : 1 + left / (SLOT_BYTES + 128);
+}
+
+template <typename T, int D, int SHIFT>
+void launch_step(Step<T> p, cudaStream_t stream) {
+  int slots = slots_that_fit<T, D, SHIFT>(p);
+  if (p.slots > 0 && p.slots < slots) slots = p.slots;
+  STD_TORCH_CHECK(slots >= MIN_SLOTS, OP, ": the shared memory of a multiprocessor has room for ", slots,
+                  " slots of weights, and ", MIN_SLOTS, " are needed");
   p.slots = slots;
   if (p.in_flight <= 0 || p.in_flight > slots) p.in_flight = slots;
   int bytes = Layout<T, D, SHIFT>(p).total;
@@ -47,7 +79,7 @@ void launch_step(Step<T> p, int blocks, cudaStream_t stream) {
   together.id = cudaLaunchAttributeCooperative;  // all blocks are on the device at once, or the launch fails
   together.val.cooperative = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = dim3(static_cast<unsigned>(device_traits().multiprocessors));
   config.blockDim = dim3(THREADS);
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream;
@@ -56,20 +88,37 @@ void launch_step(Step<T> p, int blocks, cudaStream_t stream) {
   check(OP, cudaLaunchKernelEx(&config, kernel, p));
 }
 
-template <typename T, int SHIFT>
-void launch_for(int64_t D, const Step<T>& p, int blocks, cudaStream_t stream) {
+// f with D and SHIFT as constants.
+template <int SHIFT, typename F>
+void with_head_dim(int64_t D, F&& f) {
+  using Shift = std::integral_constant<int, SHIFT>;
   switch (D) {
     case 32:
-      return launch_step<T, 32, SHIFT>(p, blocks, stream);
+      return f(std::integral_constant<int, 32>{}, Shift{});
     case 64:
-      return launch_step<T, 64, SHIFT>(p, blocks, stream);
+      return f(std::integral_constant<int, 64>{}, Shift{});
     case 96:
-      return launch_step<T, 96, SHIFT>(p, blocks, stream);
+      return f(std::integral_constant<int, 96>{}, Shift{});
     case 128:
-      return launch_step<T, 128, SHIFT>(p, blocks, stream);
+      return f(std::integral_constant<int, 128>{}, Shift{});
     default:
       STD_TORCH_CHECK(false, OP, ": supports head_dim 32, 64, 96 and 128, got ", D);
   }
+}
+template <typename F>
+void with_constants(int64_t D, int64_t B, F&& f) {
+  return B == 1 ? with_head_dim<0>(D, f) : with_head_dim<3>(D, f);
+}
+
+// What the kernel would have of its ring of weights; below MIN_SLOTS it can't run. Both dtypes are 16 bits.
+int64_t decode_step_slots(Tensor embedding, int64_t layers, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                          int64_t intermediate, int64_t rows) {
+  DeviceGuard guard(embedding);
+  using T = __nv_bfloat16;
+  int slots = 0;
+  auto p = sized<T>(layers, embedding.size(1), intermediate, embedding.size(0), heads, kv_heads, head_dim, rows);
+  with_constants(head_dim, rows, [&](auto d, auto shift) { slots = slots_that_fit<T, d.value, shift.value>(p); });
+  return slots;
 }
 
 void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin,
@@ -77,7 +126,8 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
                  Tensor logits, int64_t heads, int64_t intermediate, double eps, double scale, bool greedy,
                  int64_t max_splits, int64_t split_keys, int64_t slots, int64_t in_flight) {
   DeviceGuard guard(embedding);
-  STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, OP, ": expects banned [9], got ", describe(banned));
+  STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, OP, ": expects banned [", 1 + MAX_BANNED, "], got ",
+                  describe(banned));
   int64_t B = tokens.size(0), V = embedding.size(0), H = embedding.size(1), L = layers.size(0);
   STD_TORCH_CHECK(cache.dim() == 6 && cache.size(0) == L && cache.size(1) == 2 && cache.size(2) == B, OP,
                   ": expects cache [L, 2, B, kv_heads, capacity, D], got ", describe(cache));
@@ -86,32 +136,26 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
   STD_TORCH_CHECK(B >= 1 && B <= MAX_BATCH, OP, ": supports 1 to 8 rows, got ", B);
   STD_TORCH_CHECK(H % 32 == 0 && intermediate % 32 == 0, OP, ": needs sizes that are multiples of 32");
   STD_TORCH_CHECK(heads % kv == 0 && heads / kv <= MAX_GROUP, OP, ": supports up to 8 query heads a key-value head");
+  // Each block must have a row of every stage: that no block runs ahead of another's reads rests on it.
   STD_TORCH_CHECK(H >= blocks && intermediate >= blocks && heads * D >= blocks && V >= blocks, OP,
                   ": the model is too small for this device");
   STD_TORCH_CHECK(H <= MAX_HIDDEN && (H + blocks - 1) / blocks <= 16 * MAX_TILES, OP, ": hidden size ", H,
                   " is too large");
   Exchange e(B, H, intermediate, heads * D, kv * D, heads, max_splits, blocks);
   STD_TORCH_CHECK(exchange.numel() >= e.total, OP, ": exchange needs ", e.total, " words, has ", exchange.numel());
-  STD_TORCH_CHECK(B * kv * max_splits <= blocks, OP, ": max_splits is too large");
+  STD_TORCH_CHECK(B * kv * max_splits <= blocks, OP, ": ", B, " rows x ", kv, " key-value heads x ", max_splits,
+                  " parts are more than ", blocks, " multiprocessors");
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    Step<T> p = {};
+    Step<T> p = sized<T>(L, H, intermediate, V, heads, kv, D, B);
     p.layers = in_ptr<LayerWeights<T>>(layers);
     p.embedding = in_ptr<T>(embedding);
     p.final_norm = in_ptr<T>(final_norm);
     p.lm_head = in_ptr<T>(lm_head);
     p.cos = in_ptr<T>(cos);
     p.sin = in_ptr<T>(sin);
-    p.layer_count = static_cast<int>(L);
-    p.H = static_cast<int>(H);
-    p.I = static_cast<int>(intermediate);
-    p.V = static_cast<int>(V);
-    p.heads = static_cast<int>(heads);
-    p.kv_heads = static_cast<int>(kv);
     p.eps = static_cast<float>(eps);
-    p.inverse_H = 1.f / static_cast<float>(H);
     p.scale = static_cast<float>(scale * 1.4426950408889634);
-    p.B = static_cast<int>(B);
     p.cache = out_ptr<T>(cache);
     p.capacity = static_cast<int>(capacity);
     p.tokens = out_ptr<int64_t>(tokens);
@@ -132,18 +176,8 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
     p.split_keys = static_cast<int>(split_keys);
     p.slots = static_cast<int>(slots);
     p.in_flight = static_cast<int>(in_flight);
-    auto octets = [&](int64_t n) { return static_cast<int>((n + blocks * 8 - 1) / (blocks * 8)); };  // of a block
-    p.route_count = (octets(heads * D) + 2 * octets(kv * D) + 1) / 2 * 16;
-    int h_chunks = static_cast<int>((H + CHUNK - 1) / CHUNK);
-    // With one row the whole input of the longest stage is kept; with more, at least a normed input.
-    p.x_chunks = B == 1 && h_chunks < 8 ? 8 : h_chunks;
-    // A stage of whole phases is one group: it needs room for all its tiles.
-    int hidden_tiles = static_cast<int>((H + blocks * 16 - 1) / (blocks * 16));
-    p.tile_group = B == 1 ? MAX_TILES : hidden_tiles < 2 ? 2 : hidden_tiles;
-    if (B == 1)
-      launch_for<T, 0>(D, p, blocks, current_stream(embedding));
-    else
-      launch_for<T, 3>(D, p, blocks, current_stream(embedding));
+    with_constants(D, B,
+                   [&](auto d, auto shift) { launch_step<T, d.value, shift.value>(p, current_stream(embedding)); });
   };
   if (embedding.scalar_type() == ScalarType::BFloat16)
     run(__nv_bfloat16{});
@@ -156,4 +190,7 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
 }  // namespace
 }  // namespace qwen_patch::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(qwen_patch, CUDA, m) { m.impl("decode_step", TORCH_BOX(&qwen_patch::cuda::decode_step)); }
+STABLE_TORCH_LIBRARY_IMPL(qwen_patch, CUDA, m) {
+  m.impl("decode_step", TORCH_BOX(&qwen_patch::cuda::decode_step));
+  m.impl("decode_step_slots", TORCH_BOX(&qwen_patch::cuda::decode_step_slots));
+}

@@ -34,6 +34,7 @@ def capture(work: Callable[[], Any], device: torch.device, pool: Any) -> torch.c
     try:
         with (
             _taken,
+            torch.cuda.stream(torch.cuda.current_stream(device)),  # again the current one, however a capture ends
             torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"),
         ):
             work()

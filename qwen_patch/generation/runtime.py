@@ -8,21 +8,15 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from .eligibility import (
-    MINIMUM_LENGTHS,
-    reason_against_call,
-    reason_against_config,
-    reason_against_model,
-    state_of,
-)
-from .session import BURST, Session, choose
+from .calls import Call, reason_against_call
+from .models import buffers_of, reason_against_config, reason_against_model, state_of
+from .session import BURST, Session, choose, kept_by_graphs
 
 logger = logging.getLogger("qwen_patch")
 AHEAD = 2  # bursts that the GPU may be ahead of the host, which looks for the end
@@ -30,106 +24,125 @@ MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
 SMALLEST_CAPACITY = 256
 
 
+class Known(NamedTuple):
+    """A model's state, what holds its buffers' addresses, and what follows from it."""
+
+    state: list[Any] | None
+    buffers: list[torch.Tensor]
+    reason: str | None
+
+
 class Runtime:
     """What one model's generate keeps between calls."""
 
     def __init__(self) -> None:
         self.sessions: OrderedDict[Any, Session] = OrderedDict()
+        self.known = self.known_to_sessions = Known(None, [], None)
         self.lock = threading.RLock()
         self.busy = False  # seen true only by a call from within a call, of a streamer say
-        self.state: list[Any] = []  # of the model, at the last call; and what it means
-        self.model_reason: str | None = None
-        self.state_of_sessions: list[Any] = []
+        self.finished: torch.cuda.Event | None = None  # the GPU's work for the last call
         self.last_reason: str | None = None
         self.told: set[str] = set()
 
-    def why_not(self, model: nn.Module, *call: Any) -> str | None:
-        """Why a call goes to Transformers' own loop; said once a reason, and kept for `explain`."""
-        state = state_of(model)
-        if state != self.state:
-            self.state, self.model_reason = state, reason_against_model(model)
-        self.last_reason = reason_against_config(model.config) or self.model_reason or reason_against_call(*call)
-        if self.last_reason is not None and self.last_reason not in self.told:
-            self.told.add(self.last_reason)
-            logger.info("generate runs Transformers' own loop: %s", self.last_reason)
-        return self.last_reason
+    def run(self, model: nn.Module, call: Call) -> torch.Tensor | None:
+        """What generate's sampling loop returns; None where Transformers' own is to run, for `last_reason`."""
+        known = self._known(model)
+        device = model.get_input_embeddings().weight.device if known.reason is None else None
+        reason = reason_against_config(model) or known.reason or reason_against_call(device, call)
+        if reason is None:
+            # A second thread waits here: the buffers are one batch's.
+            with self._turn(device) as free:
+                if free and (session := self._started(model, known, call)) is not None:
+                    self.last_reason = None
+                    return _decode(session, call)
+                reason = "no memory for the decode runtime" if free else "it was called by a call under way"
+        self.last_reason = reason
+        if reason not in self.told:
+            self.told.add(reason)
+            logger.info("generate runs Transformers' own loop: %s", reason)
+        return None
+
+    def _known(self, model: nn.Module) -> Known:
+        state, known = state_of(model), self.known
+        if state != known.state:
+            known = self.known = Known(state, buffers_of(model), reason_against_model(model))
+            if known.reason is not None and self.lock.acquire(blocking=False):  # else a call under way needs them
+                try:
+                    if not self.busy:
+                        self.sessions.clear()
+                finally:
+                    self.lock.release()
+        return known
 
     @contextmanager
-    def claim(self, model: nn.Module, device: torch.device, *wanted: Any) -> Iterator[Session | None]:
-        """The `session` wanted, for one call; None for a call from within a call, and where there is no memory.
-
-        A second thread waits: the buffers are one batch's. The device is made the current one.
-        """
-        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        with self.lock, current:
-            session = None if self.busy else self._session_if_it_fits(model, *wanted)
-            if session is None:
-                yield None
+    def _turn(self, device: torch.device) -> Iterator[bool]:
+        """The turn of one call, with the device made the current one; false for a call from within a call."""
+        on_gpu = device.type == "cuda"
+        with self.lock, torch.cuda.device(device) if on_gpu else nullcontext():
+            if self.busy:
+                yield False
                 return
-            self.busy = True
             try:
-                yield session
+                self.busy = True
+                if self.finished is not None:  # it may have been on another stream, and steps beyond the end under way
+                    torch.cuda.current_stream().wait_event(self.finished)
+                yield True
             finally:
+                self.finished = torch.cuda.current_stream().record_event() if on_gpu else None
                 self.busy = False
 
-    def _session_if_it_fits(self, model: nn.Module, *wanted: Any) -> Session | None:
+    def _started(self, model: nn.Module, known: Known, call: Call) -> Session | None:
+        """A session that has taken the prompt and chosen the first tokens; None if there is no memory for it."""
         try:
-            return self.session(model, *wanted)
+            session = self._session(model, known, call)
+            logits = session.start(call.input_ids, call.starts, call.processors)
+            scores = call.processors(call.input_ids, logits.to(torch.float32, copy=True))
+            session.put(choose(scores, session.do_sample))
+            return session
         except torch.OutOfMemoryError as error:
             self.sessions.clear()
-            self.last_reason = "no memory for the cache of the decode runtime"
-            logger.warning("generate runs Transformers' own loop: %s (%s)", self.last_reason, error)
+            told = "generate runs Transformers' own loop: no memory for the decode runtime (%s)"
+            if told not in self.told:
+                self.told.add(told)
+                logger.warning(told, error)
             return None
 
-    def session(self, model: nn.Module, rows: int, length: int, processors: Any, do_sample: bool) -> Session:
-        """For `rows` sequences of up to `length` tokens: one from before, if the model is still what it was."""
-        if self.state != self.state_of_sessions:
+    def _session(self, model: nn.Module, known: Known, call: Call) -> Session:
+        """Of the call's rows, with room for its tokens: one from before, if the model is still what it was."""
+        if known.state != self.known_to_sessions.state:
             self.sessions.clear()
-            self.state_of_sessions = self.state
+            self.known_to_sessions = known
+        rows, width = call.input_ids.shape
         capacity = SMALLEST_CAPACITY
-        while capacity < length:
+        while capacity < max(call.criteria.max_length, width + 1):
             capacity *= 2
-        key = (rows, capacity, do_sample, _signature(processors))
+        key = (rows, capacity, call.config.do_sample, _signature(call))
         found = self.sessions.pop(key, None)
         if found is None:
             while len(self.sessions) >= MAX_SESSIONS:
                 self.sessions.popitem(last=False)
-            found = Session(model, rows, capacity, processors, do_sample)
+            found = Session(model, rows, capacity, call.processors, call.config.do_sample)
         self.sessions[key] = found
         return found
 
 
-def _signature(processors: LogitsProcessorList) -> tuple:
+def _signature(call: Call) -> tuple:
     """Tells lists of processors apart that a graph can't share."""
-    kept = [p for p in processors if type(p) not in MINIMUM_LENGTHS]
-    return tuple((type(p).__name__, *sorted((k, repr(v)) for k, v in vars(p).items())) for p in kept)
+    kept = kept_by_graphs(call.processors)
+    return tuple((type(p), *sorted((k, repr(v)) for k, v in vars(p).items())) for p in kept)
 
 
-def generate(
-    session: Session,
-    input_ids: torch.Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    streamer: Any,
-    model_kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """generate's sampling loop; returns input_ids with the new tokens, as it does."""
-    mask = model_kwargs.get("attention_mask")
-    starts = [0] * len(input_ids) if mask is None else (mask != 0).long().argmax(-1).tolist()
-    logits = session.start(input_ids, starts, processors)
-    scores = processors(input_ids, logits.to(torch.float32, copy=True))
-    session.put(choose(scores, session.do_sample))
-
-    rows = _Rows(input_ids, criteria, config)
+def _decode(session: Session, call: Call) -> torch.Tensor:
+    """The rest of generate's sampling loop: returns input_ids with the new tokens, as it does."""
+    rows = _Rows(call)
     for tokens in _tokens(session, rows.room):
         shown = rows.add(tokens)
-        if streamer is not None:
-            streamer.put(shown)
+        if call.streamer is not None:
+            call.streamer.put(shown)
         if rows.done:
             break
-    if streamer is not None:
-        streamer.end()
+    if call.streamer is not None:
+        call.streamer.end()
     return rows.result()
 
 
@@ -149,23 +162,23 @@ def _tokens(session: Session, most: int) -> Iterator[torch.Tensor]:
 class _Rows:
     """The sequences as the host knows them: which have ended, and what they hold."""
 
-    def __init__(self, input_ids: torch.Tensor, criteria: StoppingCriteriaList, config: GenerationConfig) -> None:
-        self.input_ids, self.new = input_ids, []
-        self.room = max(1, criteria.max_length - input_ids.shape[1])
-        self.unfinished = torch.ones(len(input_ids), dtype=torch.long)
-        ends = [item.eos_token_id for item in criteria if hasattr(item, "eos_token_id")]
+    def __init__(self, call: Call) -> None:
+        self.input_ids, self.new = call.input_ids, []
+        self.room = max(1, call.criteria.max_length - call.input_ids.shape[1])
+        self.unfinished = torch.ones(len(call.input_ids), dtype=torch.long, device="cpu")
+        ends = [item.eos_token_id for item in call.criteria if hasattr(item, "eos_token_id")]
         self.ends = torch.cat([e.flatten().cpu() for e in ends]) if ends else None
-        self.pad = int(config._pad_token_tensor) if ends else None
-        self.deadlines = [c.initial_timestamp + c.max_time for c in criteria if type(c) is MaxTimeCriteria]
-        self.strings = [c for c in criteria if type(c) is StopStringCriteria]
-        self.seen = input_ids.cpu() if self.strings else None
+        self.pad = int(call.config._pad_token_tensor) if ends else None
+        self.deadlines = [c.initial_timestamp + c.max_time for c in call.criteria if type(c) is MaxTimeCriteria]
+        self.strings = [c for c in call.criteria if type(c) is StopStringCriteria]
+        self.seen = call.input_ids.cpu() if self.strings else None
 
     def add(self, tokens: torch.Tensor) -> torch.Tensor:
         """Takes one token a row; returns them with those of finished rows replaced by padding."""
         if self.ends is not None:
             tokens = tokens * self.unfinished + self.pad * (1 - self.unfinished)
         self.new.append(tokens)
-        over = torch.zeros(len(tokens), dtype=torch.bool)
+        over = torch.zeros(len(tokens), dtype=torch.bool, device="cpu")
         if self.ends is not None:
             over |= torch.isin(tokens, self.ends)
         if self.strings:

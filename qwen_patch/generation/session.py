@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
 from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step, exchange_words
-from .eligibility import MINIMUM_LENGTHS, kernel_reason
+from .calls import MINIMUM_LENGTHS
 from .forward import forward, mask_of
 from .graphs import capture, run_aside
+from .models import reason_against_kernel
 
 logger = logging.getLogger("qwen_patch")
 
@@ -29,7 +30,7 @@ MAX_CAPTURED_TOKENS = 2048
 BURST = 4  # steps in one graph: the gap between two graphs, and the copy to the host, take 20 us
 
 
-def layer_pointers(model: nn.Module) -> list[list[int]]:
+def layer_pointers(decoder: nn.Module) -> list[list[int]]:
     """The addresses that `decode_step` reads: a row a layer, in LAYER_WEIGHTS' order, 0 where a family has none."""
 
     def address(module: nn.Module | None, name: str = "weight") -> int:
@@ -37,7 +38,7 @@ def layer_pointers(model: nn.Module) -> list[list[int]]:
         return 0 if tensor is None else tensor.data_ptr()
 
     rows = []
-    for layer in model.model.layers:
+    for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
         found = {name: address(getattr(attention, f"{name}_proj")) for name in "qkvo"}
         found |= {f"{name}_bias": address(getattr(attention, f"{name}_proj"), "bias") for name in "qkv"}
@@ -48,20 +49,20 @@ def layer_pointers(model: nn.Module) -> list[list[int]]:
     return rows
 
 
-def outer_weights(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-    """Those around the layers: embedding, final norm, head."""
-    return model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head.weight
-
-
 def banned_by(processors: LogitsProcessorList) -> list[int]:
     """{column, ids, -1 ...}: the ends of text that the minimal lengths hold back until that column of the history."""
     until, ids = 0, []
     for item in processors:
-        if type(item) in MINIMUM_LENGTHS:
+        if type(item) in MINIMUM_LENGTHS:  # calls.py: of the same ends
             new = getattr(item, "min_new_tokens", None)
             until = max(until, item.min_length if new is None else item.prompt_length_to_skip + new)
             ids = item.eos_token_id.flatten().tolist()
     return [until, *ids, *[-1] * (MAX_BANNED - len(ids))]
+
+
+def kept_by_graphs(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Those that are part of a captured step; minimal lengths are told to it before each call."""
+    return LogitsProcessorList(item for item in processors if type(item) not in MINIMUM_LENGTHS)
 
 
 def choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
@@ -83,11 +84,14 @@ class Session:
         self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool
     ) -> None:
         self.rows, self.capacity, self.do_sample = rows, capacity, do_sample
-        self.processors = LogitsProcessorList(p for p in processors if type(p) not in MINIMUM_LENGTHS)
+        self.processors = kept_by_graphs(processors)
         self.decoder = model.model  # not the model, which holds the sessions: it is freed as soon as it is let go
-        self.embedding, self.norm, self.head = outer_weights(model)
+        self.embedding, self.norm, self.head = (
+            model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head.weight
+        )  # fmt: skip
         device, dtype = self.embedding.device, self.embedding.dtype
-        attention, kv_heads = self.decoder.layers[0].self_attn, model.config.num_key_value_heads
+        attention = self.decoder.layers[0].self_attn
+        kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
         with torch.inference_mode(False), torch.device(device):
             positions = torch.arange(capacity)[None]
             cos, sin = self.decoder.rotary_emb(torch.empty(1, dtype=dtype), positions)
@@ -101,9 +105,11 @@ class Session:
             self.history = torch.zeros(rows, capacity, dtype=torch.int64)
             self.banned = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32)
             self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
-        self.no_kernel = kernel_reason(model, rows)  # why the steps are the plain forward's; None: `decode_step`'s
+        self.no_kernel = reason_against_kernel(
+            model, rows
+        )  # why the steps are the plain forward's; None: `decode_step`'s
         if self.no_kernel is None:
-            self._prepare_kernel(model)
+            self._prepare_kernel()
         else:
             logger.info("generate decodes without decode_step: %s", self.no_kernel)
         self.greedy = self.no_kernel is None and not do_sample and not self.processors  # `decode_step` chooses
@@ -113,24 +119,24 @@ class Session:
         self.column = self.sent = 0  # of the history: the next to be written; the first that the host has not been sent
         self.graphs = self._captured_steps()
 
-    def _prepare_kernel(self, model: nn.Module) -> None:
-        config, device = model.config, self.embedding.device
-        hidden, intermediate = self.embedding.shape[1], self.decoder.layers[0].mlp.gate_proj.weight.shape[0]
-        attention, kv_heads = self.decoder.layers[0].self_attn, config.num_key_value_heads
+    def _prepare_kernel(self) -> None:
+        device, hidden = self.embedding.device, self.embedding.shape[1]
+        attention, inner = self.decoder.layers[0].self_attn, self.decoder.layers[0].mlp.gate_proj.weight.shape[0]
+        q, kv = attention.q_proj.weight.shape[0], attention.k_proj.weight.shape[0]
+        heads, kv_heads = q // attention.head_dim, kv // attention.head_dim
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         splits = max(1, min(MAX_SPLITS, blocks // (self.rows * kv_heads)))
         self.sizes = {
-            "heads": config.num_attention_heads,
-            "intermediate": intermediate,
-            "eps": model.model.norm.variance_epsilon,
+            "heads": heads,
+            "intermediate": inner,
+            "eps": self.decoder.norm.variance_epsilon,
             "scale": attention.scaling,
             "max_splits": splits,
             "split_keys": SPLIT_KEYS if self.rows == 1 else SPLIT_KEYS_OF_A_BATCH,
         }
-        q, kv = config.num_attention_heads * attention.head_dim, kv_heads * attention.head_dim
-        words = exchange_words(self.rows, hidden, intermediate, q, kv, config.num_attention_heads, splits, blocks)
+        words = exchange_words(self.rows, hidden, inner, q, kv, heads, splits, blocks)
         with torch.inference_mode(False):
-            self.table = torch.tensor(layer_pointers(model), dtype=torch.int64, device=device)
+            self.table = torch.tensor(layer_pointers(self.decoder), dtype=torch.int64, device=device)
             self.exchange = torch.zeros(words, dtype=torch.int32, device=device)
 
     def start(self, prompt: torch.Tensor, starts: Sequence[int], processors: LogitsProcessorList) -> torch.Tensor:
@@ -146,8 +152,10 @@ class Session:
         lengths = width - left
         turned = prompt.gather(1, (torch.arange(width, device=prompt.device) + left[:, None]) % width)
         self._take(turned[:, : width - min(starts)], lengths - 1)
-        if self.no_kernel is not None:
-            # Its attention multiplies what stands in the slots to come by zero, so no inf and no NaN may be left there.
+        if self.no_kernel is None:
+            self.exchange.zero_()  # what parts of a longer context left there might pass for this one's (exchange.cuh)
+        else:
+            # The forward's attention multiplies what stands in the slots to come by zero: no inf, no NaN may be there.
             unused = torch.arange(self.capacity, device=prompt.device) >= lengths[:, None]
             self.cache.masked_fill_(unused[:, None, :, None], 0)
         self.state[1] = width
@@ -202,7 +210,7 @@ class Session:
         """Sends the tokens that the host has not been sent yet; the function returned waits for them: [rows, new]."""
         new = self.history[:, self.sent : self.column].contiguous()
         self.sent = self.column
-        slot, arrived = torch.empty(new.shape, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+        slot, arrived = torch.empty(new.shape, dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
         slot.copy_(new, non_blocking=True)
         arrived.record()
 

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..generation.runtime import Runtime, generate
+from ..generation.calls import Call
+from ..generation.runtime import Runtime
 from .base import Patched
 
 RUNTIME = "_qwen_patch_runtime"
@@ -34,16 +35,7 @@ class FastGenerate(Patched):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        runtime: Runtime = self.__dict__.setdefault(RUNTIME, Runtime())
-        call = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-        if runtime.why_not(self, *call) is None:
-            wanted = (len(input_ids), stopping_criteria.max_length, logits_processor, generation_config.do_sample)
-            with runtime.claim(self, input_ids.device, *wanted) as session:
-                if session is not None:
-                    return generate(
-                        session, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
-                        model_kwargs,
-                    )  # fmt: skip
-        return super()._sample(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
-        )
+        runtime: Runtime = self.__dict__.get(RUNTIME) or self.__dict__.setdefault(RUNTIME, Runtime())
+        call = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+        tokens = runtime.run(self, Call(*call, model_kwargs))
+        return super()._sample(*call, **model_kwargs) if tokens is None else tokens

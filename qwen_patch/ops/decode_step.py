@@ -1,7 +1,7 @@
 """decode_step: one new token for each of 1 to 8 sequences, the whole decoder as one kernel (csrc/cuda/decode/).
 
 Unlike the other ops it works on a session's buffers, in place, and returns nothing: it is meant to be captured in a
-CUDA graph and replayed. CUDA only, bfloat16 or float16, sm_80 or later; generation/eligibility.py tells what fits it.
+CUDA graph and replayed. CUDA only, bfloat16 or float16, sm_80 or later; generation/models.py tells what fits it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ MAX_GROUP = 8  # query heads that share a key-value head
 HEAD_DIMS = (32, 64, 96, 128)
 MAX_HIDDEN = 8192
 MAX_ROWS_A_BLOCK = 64  # of the hidden size
+MIN_SLOTS = 2  # of the ring of weights in shared memory
 IN_FLIGHT = 3  # slots of 16 KB that a multiprocessor waits for: Qwen3-8B takes 3,912 us so, 4,184 with all 12
 
 _TORCH_LIBRARY.define(
@@ -29,6 +30,18 @@ _TORCH_LIBRARY.define(
     "Tensor banned, Tensor(f!) logits, int heads, int intermediate, float eps, float scale, bool greedy, "
     "int max_splits, int split_keys, int slots, int in_flight) -> ()"
 )
+
+_TORCH_LIBRARY.define(
+    "decode_step_slots(Tensor embedding, int layers, int heads, int kv_heads, int head_dim, int intermediate, "
+    "int rows) -> int"
+)
+
+
+def slots_that_fit(
+    embedding: torch.Tensor, layers: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, rows: int
+) -> int:
+    """How many slots of 16 KB the ring of weights would have on the GPU of embedding [V, H]; it needs MIN_SLOTS."""
+    return torch.ops.qwen_patch.decode_step_slots(embedding, layers, heads, kv_heads, head_dim, intermediate, rows)
 
 
 def exchange_words(

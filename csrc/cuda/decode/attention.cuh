@@ -148,8 +148,8 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
                                           AttentionScratch<D>& s, float* partial, int partial_floats,
                                           const Shares& mine, int layer, unsigned epoch_in, unsigned epoch_out) {
   constexpr int VP = Values<T, D>::PIECES, DP = 64 * VP;  // DP: D with the columns that nobody has
+  if (mine.part < 0) return;
   int part = mine.part, head = mine.head, b = mine.b, position = mine.position, begin = mine.begin, end = mine.end;
-  if (part < 0) return;
   me.begin_stage();
   int group = p.heads / p.kv_heads, lane = me.lane, warp = me.warp, g8 = lane >> 2, t4 = lane & 3;
   bool has_new = begin <= position && position < end;
@@ -157,7 +157,8 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
   T* keys = p.cache + ((static_cast<int64_t>(layer) * 2 * p.B + b) * p.kv_heads + head) * plane;
   T* values = keys + static_cast<int64_t>(p.B) * p.kv_heads * plane;
 
-  // Keys beyond the last are masked, but their values must be numbers: so they are the last's, or the new token's.
+  // Keys beyond the last are masked, but their values must be numbers: so they are the last's, or the new token's. (An
+  // infinity among those is a NaN then.)
   int first = begin + warp * 16, last = max(0, (has_new ? position : end) - 1);
   Keys<T, D> k;
   Values<T, D> v;

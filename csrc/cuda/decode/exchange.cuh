@@ -2,11 +2,12 @@
 //
 // A word is {16-bit value, 16-bit epoch}. Every exchange of every step has an epoch of its own, so a reader spins on
 // the data itself until the epoch is the one it waits for: one write and one read through L2 (0.8 us on an H200), where
-// a grid barrier costs 1.3 us before the first datum is read. Nothing is reset and nothing needs a fence. A word is
-// rewritten once a layer, so a stale one can't carry the awaited epoch by chance within 65,535 exchanges.
+// a grid barrier costs 1.3 us before the first datum is read. Nothing needs a fence. A word that is waited for
+// is rewritten once a layer, so a stale one can't carry the awaited epoch by chance. The parts of attention that a
+// short context leaves out are not: so the words are cleared where a new sequence starts (Session.start).
 #pragma once
 
-#include "../common.cuh"
+#include "numbers.cuh"
 
 namespace qwen_patch::cuda::decode {
 
@@ -19,21 +20,6 @@ struct Epochs {
     return e < 65535u ? e + 1u : e - 65534u;
   }
 };
-
-template <typename T>
-__device__ __forceinline__ unsigned bits_of(T x) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    return __bfloat16_as_ushort(x);
-  else
-    return __half_as_ushort(x);
-}
-template <typename T>
-__device__ __forceinline__ T value_of(unsigned bits) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    return __ushort_as_bfloat16(static_cast<unsigned short>(bits));
-  else
-    return __ushort_as_half(static_cast<unsigned short>(bits));
-}
 
 template <typename T>
 __device__ __forceinline__ void put(unsigned* word, T value, unsigned epoch) {
@@ -54,9 +40,6 @@ __device__ __forceinline__ uint4 look4(const unsigned* words) {
   return v;
 }
 __device__ __forceinline__ bool arrived(unsigned v, unsigned epoch) { return (v >> 16) == epoch; }
-__device__ __forceinline__ bool arrived(const uint4& v, unsigned epoch) {
-  return arrived(v.x, epoch) && arrived(v.y, epoch) && arrived(v.z, epoch) && arrived(v.w, epoch);
-}
 // The four values of four words.
 __device__ __forceinline__ uint2 values(const uint4& v) {
   return make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410));
@@ -71,6 +54,17 @@ __device__ __forceinline__ uint2 look64(const uint2* word) {
   uint64_t v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
   return make_uint2(static_cast<unsigned>(v), static_cast<unsigned>(v >> 32));
+}
+// Two of them, each with its own flag.
+__device__ __forceinline__ uint4 look64x2(const uint2* words) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .b64 a, b;\nld.relaxed.gpu.global.v2.u64 {a, b}, [%4];\n"
+      "mov.b64 {%0, %1}, a;\nmov.b64 {%2, %3}, b;\n}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(words)
+      : "memory");
+  return v;
 }
 
 // Two floats of 24 bits (15 of mantissa: 2^-16, far below what the values are rounded to later) and an epoch of 16.

@@ -10,8 +10,7 @@
 // and columns of a product do not mix, and nobody reads those results.
 #pragma once
 
-#include "../silu_mul_kernel.cuh"
-#include "exchange.cuh"
+#include "input.cuh"
 #include "program.cuh"
 
 namespace qwen_patch::cuda::decode {
@@ -36,149 +35,6 @@ __device__ __forceinline__ void mma(float* c, unsigned a0, unsigned a1, unsigned
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-
-template <typename T>
-__device__ __forceinline__ unsigned pack2(float lo, float hi) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
-    return reinterpret_cast<unsigned&>(v);
-  } else {
-    __half2 v = __floats2half2_rn(lo, hi);
-    return reinterpret_cast<unsigned&>(v);
-  }
-}
-// Two products, each rounded once, as in fp32 with a rounding after it: a product of two T is exact there.
-template <typename T>
-__device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
-  using Pair = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
-  Pair v = __hmul2(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b));
-  return reinterpret_cast<unsigned&>(v);
-}
-template <typename T>
-__device__ __forceinline__ float2 unpack2(unsigned v) {
-  return make_float2(to_float(value_of<T>(v & 0xffff)), to_float(value_of<T>(v >> 16)));
-}
-template <typename T>
-__device__ __forceinline__ float rounded(float x) {
-  return to_float(from_float<T>(x));
-}
-
-// Where a stage's input comes from: fetch() waits for N times 4 values; number i is of row b[i] from column k[i] on.
-// There are no conditions in it: who has nothing to ask for asks for something that others need. A register that is set
-// on a condition only is kept from one layer to the next, and code that is jumped over has to be fetched all the same.
-struct FromWords {
-  const unsigned* words;
-  int K;
-  unsigned epoch;
-  template <int N>
-  __device__ __forceinline__ void fetch(uint2 (&x)[N], const int (&b)[N], const int (&k)[N]) const {
-    const unsigned flag = epoch << 16;
-    uint4 v[N];
-    unsigned differ;
-#pragma unroll 1
-    do {
-      differ = 0;
-#pragma unroll
-      for (int i = 0; i < N; ++i) v[i] = look4(words + b[i] * K + k[i]);
-#pragma unroll
-      for (int i = 0; i < N; ++i) differ |= (v[i].x ^ flag) | (v[i].y ^ flag) | (v[i].z ^ flag) | (v[i].w ^ flag);
-    } while (differ >> 16);
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = values(v[i]);
-  }
-};
-
-// The parts of attention over `splits` pieces of the context (attention.cuh): combined by who reads them.
-template <typename T, int D>
-struct FromParts {
-  const uint2 *parts, *weights;  // [split, B, K] in words of two values; [split, B, heads]
-  int B, K, splits;              // K = heads * D
-  unsigned epoch;
-
-  // One part is all there is.
-  template <int N>
-  __device__ __forceinline__ void fetch(uint2 (&x)[N], const int (&b)[N], const int (&k)[N]) const {
-    const unsigned flag = epoch << 16;
-    uint4 v[N];
-    unsigned differ;
-#pragma unroll 1
-    do {
-      differ = 0;
-#pragma unroll
-      for (int i = 0; i < N; ++i) v[i] = look_at(b[i], k[i]);
-#pragma unroll
-      for (int i = 0; i < N; ++i) differ |= (v[i].y ^ flag) | (v[i].w ^ flag);
-    } while (differ >> 16);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float2 lo = floats_of(v[i].x, v[i].y), hi = floats_of(v[i].z, v[i].w);
-      x[i] = make_uint2(pack2<T>(lo.x, lo.y), pack2<T>(hi.x, hi.y));
-    }
-  }
-
-  // N times 4 values, P parts of them at a time: the flash-attention recurrence, with logarithms to base 2.
-  template <int P, int N>
-  __device__ __forceinline__ void combine(uint2 (&x)[N], const int (&b)[N], int k) const {
-    const unsigned flag = epoch << 16;
-    float top[N], weight[N] = {}, sum[N][4] = {};
-#pragma unroll
-    for (int i = 0; i < N; ++i) top[i] = -INFINITY;
-#pragma unroll 1
-    for (int s0 = 0; s0 < splits; s0 += P) {
-      uint4 v[N][P];
-      uint2 w[N][P];
-      unsigned differ;
-#pragma unroll 1
-      do {
-        differ = 0;
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-#pragma unroll
-          for (int s = 0; s < P; ++s) {
-            int row = min(s0 + s, splits - 1) * B + b[i];
-            v[i][s] = look_at(row, k);
-            w[i][s] = look64(weights + row * (K / D) + k / D);
-          }
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-#pragma unroll
-          for (int s = 0; s < P; ++s)
-            differ |= ((v[i][s].y ^ flag) >> 16) | ((v[i][s].w ^ flag) >> 16) | (w[i][s].y ^ epoch);
-      } while (differ);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        float new_top = top[i], log_weight[P];
-#pragma unroll
-        for (int s = 0; s < P; ++s) {
-          log_weight[s] = s0 + s < splits ? __uint_as_float(w[i][s].x) : -INFINITY;
-          new_top = fmaxf(new_top, log_weight[s]);
-        }
-        float kept = exp2f(top[i] - new_top);  // the first part is never empty: new_top is finite, unless a NaN
-        top[i] = new_top;
-        weight[i] *= kept;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum[i][j] *= kept;
-#pragma unroll
-        for (int s = 0; s < P; ++s) {
-          float mine = exp2f(log_weight[s] - new_top);
-          float2 lo = floats_of(v[i][s].x, v[i][s].y), hi = floats_of(v[i][s].z, v[i][s].w);
-          weight[i] += mine;
-          sum[i][0] += mine * lo.x, sum[i][1] += mine * lo.y, sum[i][2] += mine * hi.x, sum[i][3] += mine * hi.y;
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float r = 1.f / weight[i];
-      x[i] = make_uint2(pack2<T>(sum[i][0] * r, sum[i][1] * r), pack2<T>(sum[i][2] * r, sum[i][3] * r));
-    }
-  }
-
- private:
-  __device__ __forceinline__ uint4 look_at(int row, int k) const {
-    return look4(reinterpret_cast<const unsigned*>(parts) + row * K + k);
-  }
-};
 
 // A warp's share of the computing: its place in the ring, its columns of x, the sums. SHIFT: log2 of the rows of the
 // batch that there is room for; a constant, because index arithmetic lies on the critical path of every stage.
@@ -254,7 +110,7 @@ struct Consumer {
   // A stage's whole input, with RMSNorm at the stock model's rounding: x * rsqrt, ROUND, times weight, ROUND.
   __device__ __forceinline__ void take_normed(const FromWords& source, const T* weight, int K) {
     begin_stage();
-    int chunks = (K + CHUNK - 1) / CHUNK, k = warp * COLUMNS + lane * 4;
+    int chunks = chunks_of(K), k = warp * COLUMNS + lane * 4;
     // Into the L1 cache, while the input is on its way.
     for (int c = lane; c < chunks * 2; c += 32)
       if (int at = (c >> 1) * CHUNK + warp * COLUMNS + (c & 1) * 64; at < K)
@@ -365,7 +221,7 @@ struct Consumer {
   template <typename F>
   __device__ __forceinline__ void tiles(int octets, int K, F&& finish) {
     begin_stage();
-    int count = (octets + 1) / 2, chunks = (K + CHUNK - 1) / CHUNK;
+    int count = (octets + 1) / 2, chunks = chunks_of(K);
 #pragma unroll 1
     for (int t0 = 0; t0 < count; t0 += p.tile_group) {
       int n = min(p.tile_group, count - t0);
@@ -380,7 +236,7 @@ struct Consumer {
   template <typename Source, typename F>
   __device__ __forceinline__ void phases(const Source& source, int octets, int K, F&& finish) {
     begin_stage();
-    int count = (octets + 1) / 2, total = (K + CHUNK - 1) / CHUNK;
+    int count = (octets + 1) / 2, total = chunks_of(K);
     flip = sums_size - flip;
 #pragma unroll 1
     for (int first = 0; first < total; first += p.x_chunks) {
@@ -394,7 +250,7 @@ struct Consumer {
 
  private:
   // Waits for N pieces: of the next N chunks if there is one row, of the N rows of chunk c if there are more. Who has
-  // no such columns or rows takes others', which nobody reads here.
+  // no such columns or rows waits for others' and drops them.
   template <int N, typename Source>
   __device__ __forceinline__ void take_some(const Source& source, int first, int c, int K, float (&square_sums)[ROOM]) {
     int k0 = (first + c) * CHUNK + warp * COLUMNS + lane * 4, b[N], k[N];
@@ -402,8 +258,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       b[i] = ROOM == 1 ? 0 : min(i, p.B - 1);
-      k[i] = ROOM == 1 ? k0 + i * CHUNK : k0;
-      if (k[i] >= K) k[i] = lane * 4;
+      k[i] = min(ROOM == 1 ? k0 + i * CHUNK : k0, K - 4);
     }
     source.fetch(v, b, k);
 #pragma unroll

@@ -21,6 +21,8 @@ constexpr int COLUMNS = CHUNK / CONSUMERS;  // of them, a warp's
 constexpr int ROW_PITCH = 2 * CHUNK + 64;   // bytes
 constexpr int SLOT_BYTES = 8 * ROW_PITCH;
 
+__host__ __device__ constexpr int chunks_of(int columns) { return (columns + CHUNK - 1) / CHUNK; }
+
 // Shared memory by 32-bit address: half the registers of a pointer, and no doubt about the kind of memory.
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));

@@ -1,11 +1,12 @@
 // One decode step of the whole model as one kernel: a block a multiprocessor, all of them on the device at once.
 //
 // Bytes: every weight once, the cache once. 5 exchanges a layer (q/k/v, parts of attention, hidden state after
-// attention, activation, hidden state after the MLP), one for the choice of the token. 8 warps compute, one fills the
-// ring of weights (ring.cuh). Each block owns the same rows of the hidden state in every layer, and keeps them
-// as residual.
+// attention, activation, hidden state after the MLP), one before them for the embedding, one after them for the choice
+// of the token. 8 warps compute, one fills the ring of weights (ring.cuh). Each block owns the same rows of the hidden
+// state in every layer, and keeps them as residual.
 #pragma once
 
+#include "../silu_mul_kernel.cuh"
 #include "attention.cuh"
 
 namespace qwen_patch::cuda::decode {
@@ -64,11 +65,16 @@ struct Layout {
   }
 };
 
+template <typename T>
+__device__ __forceinline__ Rows<T> qkv_rows(const LayerWeights<T>& w, const Shares& mine) {
+  return Rows<T>::three(w.q, mine.q, w.k, w.v, mine.kv);
+}
+
 template <typename T, int D>
 __device__ void produce(const Step<T>& p, const Shares& mine, Producer& to) {
   // In the order of Consumer::tiles (all chunks of a tile) and of Consumer::phases (those of a phase, tile after tile).
   auto all = [&](const Rows<T>& rows, int K, int phase) {
-    int chunks = (K + CHUNK - 1) / CHUNK;
+    int chunks = chunks_of(K);
 #pragma unroll 1
     for (int first = 0; first < chunks; first += phase)
 #pragma unroll 1
@@ -86,7 +92,7 @@ __device__ void produce(const Step<T>& p, const Shares& mine, Producer& to) {
 #pragma unroll 1
   for (int layer = 0; layer < p.layer_count; ++layer) {
     LayerWeights<T> w = p.layers[layer];
-    all(Rows<T>::three(w.q, mine.q, w.k, w.v, mine.kv), p.H, WHOLE);
+    all(qkv_rows(w, mine), p.H, WHOLE);
     all(Rows<T>::one(w.o, mine.hidden), p.heads * D, p.x_chunks);
     all(Rows<T>::pair(w.gate, w.up, mine.inner), p.H, WHOLE);
     all(Rows<T>::one(w.down, mine.hidden), p.I, p.x_chunks);
@@ -99,19 +105,14 @@ template <typename T, int D>
 struct Block {
   Shares* shares;
   LayerWeights<T>* table;
-  int*
-      routes;  // of each row of this block's q, k and v: its place in the exchange, with the matrix above bit 28; or -1
+  // Of each row of this block's q, k and v: its place in the exchange, with the matrix above bit 28; or -1.
+  int* routes;
   AttentionScratch<D>* scratch;
   float *partial, *residual;  // of attention's warps; [row of hidden][row of the batch]
   int partial_floats;
   Best* best;  // [warp][row of the batch]
 };
 constexpr int MATRIX = 28;
-
-template <typename T>
-__device__ __forceinline__ Rows<T> qkv_rows(const LayerWeights<T>& w, const Shares& mine) {
-  return Rows<T>::three(w.q, mine.q, w.k, w.v, mine.kv);
-}
 
 template <typename T, int D, int SHIFT>
 __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me, const Block<T, D>& block,
@@ -171,23 +172,23 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
                            epoch(exchange + 1));
 
     me.phases(FromParts<T, D>{p.parts, p.part_weights, p.B, q_size, mine.splits, epoch(exchange + 1)},
-              (hidden.count + 7) / 8, q_size, into_residual(epoch(exchange + 2)));
+              Rows<T>::octets_of(hidden), q_size, into_residual(epoch(exchange + 2)));
 
     me.take_normed(FromWords{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, p.H);
-    me.tiles(2 * ((inner.count + 7) / 8), p.H, [&](int tile, int in_group, int row, int b) {
+    me.tiles(2 * Rows<T>::octets_of(inner), p.H, [&](int tile, int in_group, int row, int b) {
       int local = tile * 8 + row;
       if (row >= 8 || local >= inner.count) return;
       T gate = from_float<T>(me.sum(in_group, row, b)), up = from_float<T>(me.sum(in_group, row + 8, b));
       put(p.activation + b * p.I + inner.first + local, silu_mul_one(gate, up), epoch(exchange + 3));
     });
 
-    me.phases(FromWords{p.activation, p.I, epoch(exchange + 3)}, (hidden.count + 7) / 8, p.I,
+    me.phases(FromWords{p.activation, p.I, epoch(exchange + 3)}, Rows<T>::octets_of(hidden), p.I,
               into_residual(epoch(exchange + 4)));
   }
 
   me.take_normed(FromWords{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm, p.H);
   Best best = {-INFINITY, 0x7fffffff};
-  me.tiles((vocabulary.count + 7) / 8, p.H, [&](int tile, int in_group, int row, int b) {
+  me.tiles(Rows<T>::octets_of(vocabulary), p.H, [&](int tile, int in_group, int row, int b) {
     int local = tile * 16 + row;
     if (local >= vocabulary.count) return;
     Best logit = {rounded<T>(me.sum(in_group, row, b)), vocabulary.first + local};

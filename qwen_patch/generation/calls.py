@@ -1,0 +1,125 @@
+"""Which calls of generate the decode runtime takes; for the others, why not, in one line."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import logits_process, stopping_criteria
+
+from ..ops.decode_step import MAX_BANNED
+
+# Processors that work on the scores of the GPU alone, so that a graph can hold them. Exact classes: a subclass may do
+# anything.
+MINIMUM_LENGTHS = (logits_process.MinLengthLogitsProcessor, logits_process.MinNewTokensLengthLogitsProcessor)
+PROCESSORS = (
+    *MINIMUM_LENGTHS,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+)
+CRITERIA = (
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+)
+MAX_ROWS = 64  # sequences at once
+# What generate may hand to the model beside the tokens: the runtime needs no more than the mask.
+CACHE_NAMES = ("past_key_values", "cache")  # before and from transformers 5.24 on
+MODEL_KWARGS = {
+    *CACHE_NAMES,
+    "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep", "tokenizer",
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """What generate gives its sampling loop."""
+
+    input_ids: torch.Tensor  # [B, T]
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    synced_gpus: bool
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @property
+    def starts(self) -> list[int]:
+        """How many tokens of padding each row has on the left."""
+        mask = self.model_kwargs.get("attention_mask")
+        return [0] * len(self.input_ids) if mask is None else (mask != 0).long().argmax(-1).tolist()
+
+
+def cache_of(model_kwargs: dict[str, Any]) -> Any:
+    return next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
+
+
+def _against_padding(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    """Why the mask or the positions are not those of padding on the left, which is all that the runtime knows."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is None and positions is None:
+        return None
+    if mask is not None and mask.shape != input_ids.shape:
+        return "the attention mask is not of the prompt's shape"
+    seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
+    wrong = (seen[:, 1:] < seen[:, :-1]).any() | ~seen[:, -1:].all()
+    if positions is not None:
+        wrong |= ((positions != seen.long().cumsum(-1) - 1) & seen).any()
+    return "the attention mask or the positions are not those of padding on the left" if bool(wrong) else None
+
+
+def reason_against_call(device: torch.device, call: Call) -> str | None:
+    """Why the runtime can't take this call, of a model on `device`; None if it can."""
+    input_ids, processors, criteria, config, model_kwargs = (
+        call.input_ids, call.processors, call.criteria, call.config, call.model_kwargs
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return "it is being compiled"
+    if input_ids.device != device:
+        return f"the prompt is on {input_ids.device}, the model on {device}"
+    if len(input_ids) > MAX_ROWS:
+        return f"{len(input_ids)} sequences at once: the runtime takes up to {MAX_ROWS}"
+    if input_ids.shape[1] == 0:
+        return "the prompt is empty"
+    if call.synced_gpus:
+        return "several GPUs generate in step"
+    if config.return_dict_in_generate:
+        return "return_dict_in_generate is set"
+    if config.prefill_chunk_size is not None:
+        return "prefill_chunk_size is set"
+    if config.is_assistant:
+        return "the model assists another one"
+    for kind, found, known in (
+        ("logits processor", processors, PROCESSORS),
+        ("stopping criterion", criteria, CRITERIA),
+    ):
+        other = next((type(item).__name__ for item in found if type(item) not in known), None)
+        if other is not None:
+            return f"the {kind} {other} needs the host at every token"
+    if criteria.max_length is None:
+        return "no criterion gives a maximal length"
+    if any(getattr(item, "prompt_ignore_length", None) for item in processors):
+        return "the repetition penalty leaves the prompt out"
+    ends = [tuple(item.eos_token_id.flatten().tolist()) for item in processors if type(item) in MINIMUM_LENGTHS]
+    if len(set(ends)) > 1:
+        return "two minimal lengths hold back different ends of text"
+    if ends and len(ends[0]) > MAX_BANNED:
+        return f"a minimal length holds {len(ends[0])} ends of text back: the kernel knows {MAX_BANNED}"
+    cache = cache_of(model_kwargs)
+    if type(cache) is not DynamicCache or cache.offloading or {type(layer) for layer in cache.layers} - {DynamicLayer}:
+        return f"the cache is a {type(cache).__name__}, not the default one"
+    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0:
+        return "a cache was given"
+    if (reason := _against_padding(input_ids, model_kwargs)) is not None:
+        return reason
+    other = next((k for k, v in model_kwargs.items() if k not in MODEL_KWARGS and v is not None), None)
+    if other is not None:
+        return f"{other} was given"
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast is on"
+    return None

@@ -1,0 +1,212 @@
+"""Which models the decode runtime takes, and which of them its kernel; and how it tells that a model has changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..families import FAMILIES
+from ..modules.base import has_global_hooks, is_hooked, stock_class, version_of
+from ..ops import LIBRARIES
+from ..ops.decode_step import HEAD_DIMS, MAX_BATCH, MAX_GROUP, MAX_HIDDEN, MAX_ROWS_A_BLOCK, MIN_SLOTS, slots_that_fit
+
+# Rotary embeddings that depend on the position only, not on how long the sequence has become.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+# Exact classes, for the runtime stands for all of their forwards at once: these, and the family's own.
+PLAIN = ("Linear", "Embedding", "ModuleList", "SiLU", "SiLUActivation")
+OF_A_FAMILY = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+MAX_HEAD_DIM = 256  # of rope_kv_write
+RECORDER = "transformers.utils.output_capturing"
+# What may be put on a model, or a layer, and would be used in the stock loop.
+NUMBERS = ("variance_epsilon", "scaling", "attention_scaling", "rope_type", "head_dim", "num_key_value_groups")
+METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """What may change in a model between two calls of generate, and that `reason_against_model` or a graph depends on:
+    where weights and buffers lie, classes and their forwards, hooks, what is put on instances, the numbers of layers.
+
+    As long as it is equal to an earlier one, so are the reason and what a graph computes. It is taken at every call,
+    before the first token: 0.8 ms for 36 layers on a slow CPU, where the reason itself takes 5.
+    """
+    state: list[Any] = [has_global_hooks(), *map(model.__dict__.get, METHODS)]
+    classes, modules = set(), [model]
+    while modules:
+        module = modules.pop()
+        own = module.__dict__
+        children = own.get("_modules") or {}
+        modules.extend(child for child in children.values() if child is not None)
+        classes.add(type(module))
+        state.append((type(module), module.training, "forward" in own, "_hf_hook" in own, *map(own.get, NUMBERS)))
+        if own.get("_forward_hooks") or own.get("_forward_pre_hooks"):
+            state.append((tuple(own["_forward_hooks"]), tuple(own["_forward_pre_hooks"])))
+        for tensor in (own.get("_parameters") or {}).values():
+            if type(tensor) is nn.Parameter:
+                state.append((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()))
+            elif tensor is not None:
+                state.append((type(tensor), id(tensor)))
+        for tensor in (own.get("_buffers") or {}).values():
+            if type(tensor) is torch.Tensor:
+                state.append((tensor.data_ptr(), version_of(tensor)))
+    state.append({getattr(cls, "stock", cls).forward for cls in classes})
+    return state
+
+
+def buffers_of(model: nn.Module) -> list[torch.Tensor]:
+    """To be kept with a state: while their memory is held, no other buffer gets its address."""
+    return [buffer.detach() for buffer in model.buffers()]
+
+
+def reason_against_config(model: nn.Module) -> str | None:
+    """Why the runtime can't run this model as its config is now."""
+    config = model.config
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        return "some layers have a sliding window"
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
+        return "its attention has a sliding window"
+    if config._attn_implementation not in ATTENTION:
+        return f"its attention is {config._attn_implementation!r}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act!r}"
+    if config.output_attentions or config.output_hidden_states:
+        return "its config asks for attentions or hidden states"
+    if config.num_hidden_layers < len(model.model.layers):
+        return "its config asks for a part of its layers"
+    return None
+
+
+def reason_against_model(model: nn.Module) -> str | None:
+    """Why the runtime can't run this model as its modules are now; None if it can."""
+    return _of_modules(model) or _of_device(model) or _of_shapes(model)
+
+
+def _of_modules(model: nn.Module) -> str | None:
+    for name in METHODS:
+        put = model.__dict__.get(name)
+        if put is not None and (getattr(put, "__func__", None), getattr(put, "__self__", None)) != (
+            getattr(type(model), name, None),
+            model,
+        ):
+            return f"{name} has been replaced on the instance"
+    family = FAMILIES[model.config.model_type]
+    prefix = family.rms_norm.removesuffix("RMSNorm")
+    own = {prefix + part for part in OF_A_FAMILY}
+    for name, module in model.named_modules():
+        where = name or "the model"
+        if _is_watched(module):
+            return f"{where} has hooks"
+        if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+            return f"the forward of {where} has been replaced on the instance"
+        if module.training:
+            return "the model is in training mode"
+        cls = stock_class(module)
+        at_home = cls.__module__.startswith(("torch.nn.modules.", "transformers.activations"))
+        if not ((cls.__module__ == family.module and cls.__name__ in own) or (at_home and cls.__name__ in PLAIN)):
+            return f"{where} is a {cls.__module__}.{cls.__name__}"
+        if hasattr(cls, "forward") and inspect.unwrap(cls.forward).__module__ not in (
+            cls.__module__,
+            nn.Module.__module__,
+        ):
+            return f"the forward of {cls.__name__} has been replaced by {cls.forward.__module__}"
+    rope = model.model.rotary_emb
+    if getattr(rope, "rope_type", None) not in ROPE_TYPES:
+        return f"its rotary embedding is of type {getattr(rope, 'rope_type', 'unknown')!r}"
+    return None
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody's hooks watch the module. Transformers' own, which it leaves there after it has once returned
+    hidden states or attentions, do nothing unless it is asked for them again."""
+    if not is_hooked(module):
+        return False
+    others = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") != RECORDER]
+    return bool(others or module._forward_pre_hooks or has_global_hooks())
+
+
+def _of_device(model: nn.Module) -> str | None:
+    weight = model.get_input_embeddings().weight
+    if weight.device.type != "cuda":
+        return f"the model is on {weight.device.type}, and the runtime is for CUDA"
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"its weights are {weight.dtype}, not bfloat16 or float16"
+    library = LIBRARIES["cuda"]
+    if not library.loaded or (problem := library.problem(weight.device)):
+        return f"the cuda library is not in use: {library.reason if not library.loaded else problem}"
+    return None
+
+
+def _of_shapes(model: nn.Module) -> str | None:
+    """All layers must be alike, and of the shapes that the first one's projections give: addresses carry no sizes."""
+    weight, first = model.get_input_embeddings().weight, model.model.layers[0]
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != weight.dtype or parameter.device != weight.device or type(parameter) is not nn.Parameter:
+            return f"{name} is a {type(parameter).__name__} of {parameter.dtype} on {parameter.device}"
+        if not parameter.is_contiguous():
+            return f"{name} is not contiguous"
+    hidden, head_dim, attention = weight.shape[1], first.self_attn.head_dim, first.self_attn
+    q, kv, inner = (m.weight.shape[0] for m in (attention.q_proj, attention.k_proj, first.mlp.gate_proj))
+    needed = {f"self_attn.{n}_proj.weight": (size, hidden) for n, size in (("q", q), ("k", kv), ("v", kv))}
+    needed |= {"self_attn.o_proj.weight": (hidden, q), "mlp.down_proj.weight": (hidden, inner)}
+    needed |= {f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+    needed |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    optional = {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
+    optional |= {f"self_attn.{n}_norm.weight": (head_dim,) for n in "qk"}
+    shapes = [{name: tuple(p.shape) for name, p in layer.named_parameters()} for layer in model.model.layers]
+    for number, found in enumerate(shapes):
+        if missing := needed.keys() - found.keys():
+            return f"layer {number} has no {min(missing)}"
+        for name, shape in found.items():
+            if shape != (needed | optional).get(name) or name not in shapes[0]:
+                return f"layer {number} has a {name} of shape {list(shape)}"
+        if len(found) != len(shapes[0]):
+            return f"layer {number} is not like the first"
+    if model.model.norm.weight.shape != (hidden,) or model.lm_head.weight.shape[1] != hidden:
+        return f"its final norm or lm_head is not for a hidden size of {hidden}"
+    if getattr(model.lm_head, "bias", None) is not None:
+        return "its lm_head has a bias"
+    if len({m.variance_epsilon for m in model.modules() if hasattr(m, "variance_epsilon")}) > 1:
+        return "its norms have more than one epsilon"
+    if head_dim > MAX_HEAD_DIM:
+        return f"its head_dim is {head_dim}: the runtime takes up to {MAX_HEAD_DIM}"
+    if q % head_dim or kv % head_dim or q != kv * attention.num_key_value_groups:
+        return f"its {q} query and {kv} key features are not heads of {head_dim}"
+    if 2 * model.model.rotary_emb.inv_freq.numel() != head_dim:
+        return "its rotary embedding turns a part of the head only"
+    return None
+
+
+def reason_against_kernel(model: nn.Module, rows: int) -> str | None:
+    """Why `decode_step` can't decode `rows` sequences of a model that the runtime takes; None if it can."""
+    if rows > MAX_BATCH:
+        return f"{rows} sequences at once: the kernel takes up to {MAX_BATCH}"
+    embedding, layer = model.get_input_embeddings().weight, model.model.layers[0]
+    major, minor = torch.cuda.get_device_capability(embedding.device)
+    if major < 8:
+        return f"the GPU is of sm_{major}{minor}, not sm_80 or later"
+    blocks = torch.cuda.get_device_properties(embedding.device).multi_processor_count
+    head_dim, group = layer.self_attn.head_dim, layer.self_attn.num_key_value_groups
+    hidden, q, inner = embedding.shape[1], layer.self_attn.q_proj.weight.shape[0], layer.mlp.gate_proj.weight.shape[0]
+    for name, size in {"hidden_size": hidden, "intermediate_size": inner, "heads x head_dim": q}.items():
+        if size % 32 or size < blocks:
+            return f"{name} is {size}: the kernel needs a multiple of 32 from {blocks} up"
+    if hidden > min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks):
+        return f"hidden_size is {hidden}: the kernel takes up to {min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks)}"
+    if embedding.shape[0] < blocks:
+        return f"the vocabulary is of {embedding.shape[0]} tokens: the kernel needs {blocks}"
+    if head_dim not in HEAD_DIMS or group > MAX_GROUP:
+        return f"head_dim {head_dim} with {group} query heads a key-value head is not supported"
+    kv_heads = q // head_dim // group
+    if rows * kv_heads > blocks:
+        return f"{rows} sequences of {kv_heads} key-value heads are more than the {blocks} multiprocessors"
+    if unaligned := [name for name, weight in model.named_parameters() if weight.data_ptr() % 16]:
+        return f"{unaligned[0]} is not aligned to 16 bytes"
+    if model.lm_head.weight.shape != embedding.shape:
+        return f"its lm_head is {list(model.lm_head.weight.shape)}, its embedding {list(embedding.shape)}"
+    slots = slots_that_fit(embedding, len(model.model.layers), q // head_dim, kv_heads, head_dim, inner, rows)
+    if slots < MIN_SLOTS:
+        return f"the GPU's shared memory has room for {slots} slots of weights: the kernel needs {MIN_SLOTS}"
+    return None
