@@ -241,7 +241,7 @@ def test_positions_in_the_middle(on_cpu):
 @pytest.mark.parametrize(
     ("processors", "reason"),
     [
-        ([RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=6)], "the repetition penalty leaves the prompt"),
+        ([RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=7)], "the repetition penalty leaves out more"),
         (
             [MinLengthLogitsProcessor(20, 5), MinNewTokensLengthLogitsProcessor(6, 2, 7)],
             "two minimal lengths hold back different ends",

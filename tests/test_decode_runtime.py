@@ -1,5 +1,5 @@
-"""The decode runtime's loop, and what it leaves to Transformers': on the CPU, with the plain forward in the kernel's
-place. The kernel and the graphs are in test_decode_kernel.py."""
+"""The decode runtime's loop, on the CPU, with the plain forward in the kernel's place. The kernel and the graphs are in
+test_decode_kernel.py, what the runtime leaves to Transformers' loop in test_decode_or_stock.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ import torch
 from decoding import compared, left_padded
 from models import small_model, token_ids
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import qwen_patch
 from qwen_patch.generation import models, runtime, session
@@ -159,6 +156,8 @@ def test_state_of_a_model(change):
 
 def test_processors_see_the_history(on_cpu):
     compared(small_model("qwen3"), left_padded(7, 3), repetition_penalty=1.7, max_new_tokens=40)
+    without_prompt = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=6)])
+    compared(small_model("qwen3"), left_padded(6), logits_processor=without_prompt, max_new_tokens=30)
 
 
 def test_minimal_lengths(on_cpu):

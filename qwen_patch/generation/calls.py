@@ -103,8 +103,11 @@ def reason_against_call(device: torch.device, call: Call) -> str | None:
             return f"the {kind} {other} needs the host at every token"
     if criteria.max_length is None:
         return "no criterion gives a maximal length"
-    if any(getattr(item, "prompt_ignore_length", None) for item in processors):
-        return "the repetition penalty leaves the prompt out"
+    ignored = [
+        item.prompt_ignore_length for item in processors if getattr(item, "prompt_ignore_length", None) is not None
+    ]
+    if any(int(torch.as_tensor(length).max()) > input_ids.shape[1] for length in ignored):
+        return "the repetition penalty leaves out more than the prompt"
     ends = [tuple(item.eos_token_id.flatten().tolist()) for item in processors if type(item) in MINIMUM_LENGTHS]
     if len(set(ends)) > 1:
         return "two minimal lengths hold back different ends of text"

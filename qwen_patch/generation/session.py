@@ -161,9 +161,6 @@ class Session:
         self.state[1] = width
         self.state[2:] = lengths
         self.banned.copy_(torch.tensor(banned_by(processors), dtype=torch.int32))
-        # Processors see the whole history; what is beyond its end repeats a token that is in it, which changes nothing
-        # for a penalty on tokens that have occurred.
-        self.history.copy_(prompt[:, -1:].expand_as(self.history))
         self.history[:, :width] = prompt
         self.column = self.sent = width
         return self.logits
@@ -197,7 +194,9 @@ class Session:
     def put(self, tokens: torch.Tensor) -> None:
         """The first new tokens, which the prompt's logits gave."""
         self.tokens.copy_(tokens)
-        self.history.scatter_(1, self.state[1].long().expand(self.rows, 1), tokens[:, None])
+        # Processors see the whole history: what is beyond its end repeats its first new token, which changes nothing
+        # for a penalty on tokens that have occurred, even one that leaves the prompt out.
+        self.history[:, self.column :] = tokens[:, None]
         self.state[1] += 1
         self.column += 1
 
