@@ -34,6 +34,10 @@ def in_double(args):
     return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
 
 
+def wanting_gradients(args):
+    return [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+
+
 @EVERY_OP
 @DTYPES
 def test_matches_reference(op, device, dtype):
@@ -53,8 +57,9 @@ def test_matches_reference(op, device, dtype):
                 differing += (a != b).sum().item()
                 total += b.numel()
     if dtype != torch.float32:
-        # The contract: only where the mean's last bit tips a rounding, under 0.1% of the elements; silu_mul nowhere.
-        assert differing <= (total * 1e-3 if op.max_ulp else 0)
+        # The contract: only where a sum's last bit tips a rounding, under 0.1% of the elements where the sum is a mean
+        # of squares, more where its terms cancel; silu_mul nowhere.
+        assert differing <= (total * op.tipped if op.max_ulp else 0)
 
 
 @EVERY_OP
@@ -81,23 +86,23 @@ def test_opcheck(op, device):
             torch.library.opcheck(op.no_grad, args)
             if op.mutates:
                 continue
-            wanting = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
-            torch.library.opcheck(op.differentiable, wanting)
+            torch.library.opcheck(op.differentiable, wanting_gradients(args))
 
 
 @DIFFERENTIABLE
 @DTYPES
 def test_gradients_are_those_of_the_reference(op, device, dtype):
-    args = next(args for args in op.samples(device, dtype) if args[0].shape[0] == 17)
+    args = next(args for args in op.samples(device, dtype) if args[0].shape[0] in (16, 17))
     results = []
     for function in (op, op.reference):
-        leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+        leaves = wanting_gradients(args)
         outputs = as_tuple(function(*leaves))
         torch.manual_seed(1)
         sum((o.float() * torch.randn_like(o).float()).sum() for o in outputs).backward()
         results.append([leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    assert results[0][0] is not None
+    for found, expected in zip(*results, strict=True):  # the scales of int8_linear have none on either side
+        assert found is expected is None or torch.equal(found, expected)
 
 
 def test_gradient_of_one_output_only(device):

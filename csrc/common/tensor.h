@@ -93,11 +93,11 @@ inline Tensor new_like(const Tensor& x, int64_t dims, const int64_t* sizes, cons
 
 inline Tensor new_like(const Tensor& x) { return new_like(x, x.dim(), x.sizes().data(), x.strides().data()); }
 
-// As new_like, with half of x's last dimension: the result of a packed op.
-inline Tensor new_half(const Tensor& x) {
+// A new contiguous tensor [..., N] with all of x's dimensions but the last.
+inline Tensor new_rows(const Tensor& x, int64_t N) {
   auto sizes = x.sizes();
   std::vector<int64_t> size(sizes.begin(), sizes.end()), stride(sizes.size());
-  size.back() /= 2;
+  size.back() = N;
   int64_t step = 1;
   for (size_t i = size.size(); i-- > 0;) {
     stride[i] = step;
@@ -105,6 +105,9 @@ inline Tensor new_half(const Tensor& x) {
   }
   return new_like(x, x.dim(), size.data(), stride.data());
 }
+
+// As new_like, with half of x's last dimension: the result of a packed op.
+inline Tensor new_half(const Tensor& x) { return new_rows(x, x.size(-1) / 2); }
 
 template <typename T>
 const T* in_ptr(const Tensor& t) {

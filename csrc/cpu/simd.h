@@ -6,11 +6,20 @@
 #include <cstdint>
 #include <cstring>
 
+// To test on one machine what others run: -DQP_NO_AVX512 leaves AVX2 and the baseline, -DQP_PORTABLE the baseline
+// alone.
 #if defined(__x86_64__) && defined(__linux__) && !defined(QP_PORTABLE)
 #define QP_X86 1
+#ifdef QP_NO_AVX512
+#define QP_AVX512 0
+#define QP_MULTIVERSION __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define QP_AVX512 1
 #define QP_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
 #else
 #define QP_X86 0
+#define QP_AVX512 0
 #define QP_MULTIVERSION
 #endif
 // A helper must be inlined into each clone: on its own it would be compiled for the baseline only.

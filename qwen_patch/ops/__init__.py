@@ -11,10 +11,12 @@ load_libraries()
 
 from .add_rms_norm import add_rms_norm  # noqa: E402
 from .decode_step import decode_step  # noqa: E402
+from .int8_linear import int8_linear  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
 from .rope_kv_write import rope_kv_write  # noqa: E402
 from .silu_and_mul import silu_and_mul  # noqa: E402
 from .silu_mul import silu_mul  # noqa: E402
+from .small_linear import small_linear  # noqa: E402
 
 
 class OpTable(NamedTuple):
@@ -46,8 +48,10 @@ __all__ = [
     "add_rms_norm",
     "decode_step",
     "fusable",
+    "int8_linear",
     "rms_norm",
     "rope_kv_write",
     "silu_and_mul",
     "silu_mul",
+    "small_linear",
 ]

@@ -49,6 +49,7 @@ class Op:
     mutates: tuple[int, ...] = ()
     max_ulp: int = 0  # the largest difference from the reference that the contract allows, in units in the last place
     of_row: bool = False  # ... of the row's largest element, where the result is a sum that may cancel
+    tipped: float = 1e-3  # the share of 16-bit results that another order of summing may round to their neighbour
 
     @property
     def differentiable(self) -> Any:
