@@ -103,6 +103,7 @@ QP_INLINE void dot_float_tile(const Int8Problem& p, const int8_t* w, const float
   int64_t stride = p.G * GROUP;
   auto group = [&](int64_t g, int64_t count) QP_LAMBDA {
     F32x8 sum[R][T] = {};
+    if constexpr (R == 1) __builtin_prefetch(w + g * GROUP + AHEAD);
     for (int64_t k = g * GROUP; k < g * GROUP + count; k += LANES) {
       F32x8 v[R];
       for (int r = 0; r < R; ++r) v[r] = load_int8<AVX2>(w + r * p.K + k);
@@ -125,20 +126,19 @@ QP_INLINE void dot_float_tile(const Int8Problem& p, const int8_t* w, const float
 template <bool AVX2>
 QP_INLINE void dot_float(const Int8Problem& p, int64_t n0, int64_t rows, int64_t m0, int64_t tokens, float* y) {
   int64_t stride = p.G * GROUP;
-  for (int64_t r = 0; r < rows; r += 4) {
+  const float* x = static_cast<const float*>(p.x) + m0 * stride;
+  auto some = [&](auto R, int64_t r) QP_LAMBDA {
     const int8_t* w = p.values + (n0 + r) * p.K;
-    const float *ws = p.scales + (n0 + r) * p.G, *x = static_cast<const float*>(p.x) + m0 * stride;
-    float* at = y + r;
+    const float* ws = p.scales + (n0 + r) * p.G;
     int64_t t = 0;
-    if (r + 4 <= rows) {
-      for (; t + 2 <= tokens; t += 2) dot_float_tile<AVX2, 4, 2>(p, w, ws, x + t * stride, at + t * BLOCK);
-      if (t < tokens) dot_float_tile<AVX2, 4, 1>(p, w, ws, x + t * stride, at + t * BLOCK);
-    } else {
-      for (int64_t i = 0; i < rows - r; ++i)
-        for (t = 0; t < tokens; ++t)
-          dot_float_tile<AVX2, 1, 1>(p, w + i * p.K, ws + i * p.G, x + t * stride, at + t * BLOCK + i);
-    }
-  }
+    if constexpr (R == 1)
+      for (; t + 4 <= tokens; t += 4) dot_float_tile<AVX2, R, 4>(p, w, ws, x + t * stride, y + t * BLOCK + r);
+    for (; t + 2 <= tokens; t += 2) dot_float_tile<AVX2, R, 2>(p, w, ws, x + t * stride, y + t * BLOCK + r);
+    if (t < tokens) dot_float_tile<AVX2, R, 1>(p, w, ws, x + t * stride, y + t * BLOCK + r);
+  };
+  int64_t r = 0;
+  for (; r + 4 <= rows && tokens > FEW; r += 4) some(std::integral_constant<int, 4>{}, r);
+  for (; r < rows; ++r) some(std::integral_constant<int, 1>{}, r);
 }
 
 }  // namespace qwen_patch::cpu
