@@ -215,6 +215,7 @@ def validation() -> str:
 
 TESTS_SHOWN = {
     "test_ops": "the ops: reference, float64, opcheck, gradients, all 65,536 16-bit values",
+    "test_linears": "the linears for a few tokens and in int8, against float64; the int8 format",
     "test_patcher": "the residual graph, hooks, undo, every family",
     "test_plan": "plans, golden files, what is left alone and why",
     "test_transformers_suite": "Transformers' own common tests, on patched models",
