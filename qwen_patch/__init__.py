@@ -2,6 +2,17 @@
 
 from .patcher import explain, patch_model, patched, unpatch_model
 from .plan import PatchError, Plan, make_plan
+from .quantization.quantizer import QwenPatchInt8Config
 
 __version__ = "0.1.0"
-__all__ = ["PatchError", "Plan", "__version__", "explain", "make_plan", "patch_model", "patched", "unpatch_model"]
+__all__ = [
+    "PatchError",
+    "Plan",
+    "QwenPatchInt8Config",
+    "__version__",
+    "explain",
+    "make_plan",
+    "patch_model",
+    "patched",
+    "unpatch_model",
+]

@@ -8,6 +8,7 @@ from typing import Any
 RMS_NORM, MLP, DECODER_LAYER = "rms_norm", "mlp", "decoder_layer"
 CAUSAL_LM = "causal_lm"  # whose generate the decode runtime takes over
 SITES = (RMS_NORM, MLP, DECODER_LAYER)
+LINEAR, LM_HEAD = "linear", "lm_head"  # what int8 is for
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Family:
     mlp_name = "mlp"
     layers = "layers"
     final_norm = "norm"
+    linears = tuple(f"self_attn.{p}_proj" for p in "qkvo") + tuple(f"mlp.{p}_proj" for p in ("gate", "up", "down"))
+    head = "lm_head"
 
     def site_classes(self) -> dict[tuple[str, str], str]:
         """(module, class) of each stock class -> its site."""

@@ -1,24 +1,37 @@
-"""Apply a plan, and undo it: the only place that writes to a model."""
+"""Apply a plan, and undo it: the only place that writes to a model, with quantization/convert.py for its linears."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
+from .families import LINEAR
 from .modules import FastGenerate, Patched, patched_class
 from .modules.decoder_layer import NEXT_NORM
-from .plan import Plan, make_plan
-from .recipes import RECIPES
+from .plan import PatchError, Plan, make_plan
+from .quantization import convert
+from .quantization.quantizer import QwenPatchInt8Config
+from .recipes import QUANTIZED, RECIPES
 
 PLAN = "_qwen_patch_plan"
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch_model(model: Model, *, fusion: str = "both", backend: str = "auto", generation: str = "auto") -> Model:
+def patch_model(
+    model: Model,
+    *,
+    fusion: str = "both",
+    backend: str = "auto",
+    generation: str = "auto",
+    quantize: str | None = None,
+    activations: str = "auto",
+    lm_head: bool = False,
+    keep_original: bool = False,
+) -> Model:
     """Makes `model` faster at inference, with the same answers, in place; returns the same object.
 
     fusion: "both" (norms, residual adds and MLP), or one of the ablations "rms", "mlp", "none".
@@ -26,19 +39,33 @@ def patch_model(model: Model, *, fusion: str = "both", backend: str = "auto", ge
     "reference" (the stock expressions in PyTorch, for comparison).
     generation: "auto" (`generate` through the decode runtime, on CUDA, where the call allows it: `explain` tells) or
     "stock" (Transformers' own loop over the fused modules, as in every ablation).
+    quantize: "int8" makes the linears of a bfloat16 or float16 model int8: about half the memory, and answers that are
+    close to the same rather than the same (`validate_qwen --quantize int8` measures it). `activations` then is "auto",
+    "w8a16" (weights only) or "w8a8" (activations quantized on the way too); `lm_head` quantizes the head too, as an
+    untied copy where it is tied to the embedding; `keep_original` keeps the 16-bit linears in the host's memory, and
+    without it there is no undo. `save_pretrained` then writes an int8 checkpoint.
 
-    Only this instance changes. Parameters, state_dict, hooks and what the model returns stay what they were; `explain`
-    tells what was replaced and what not. Patching again with the same arguments does nothing, with others it re-plans.
-    Raises PatchError, with the model as it was, where nothing can be done.
+    Only this instance changes. Without int8, parameters, state_dict, hooks and what the model returns stay what they
+    were; `explain` tells what was replaced and what not. Patching again with the same arguments does nothing, with
+    others it re-plans. Raises PatchError, with the model as it was, where nothing can be done.
     """
-    plan = make_plan(model, fusion, backend, generation)
-    if current_plan(model) == plan:
+    plan = make_plan(model, fusion, backend, generation, quantize, activations, lm_head)
+    if plan.quantize is None and (reason := convert.why_not_back(model)) is not None:
+        raise PatchError(f"{reason}, or keep the linears with quantize='int8'")
+    if keep_original and convert.kept(model) is False:
+        raise PatchError(f"{convert.NOT_KEPT}: keep_original=True comes too late")
+    if current_plan(model) == plan and convert.kept(model) in (None, keep_original):
         return model
-    unpatch_model(model)
     try:
-        for decision in plan.replaced:
+        _quantize(model, plan)
+    except ValueError as error:
+        raise PatchError(str(error)) from error
+    _undo_fusion(model)
+    try:
+        fused = [d for d in plan.replaced if d.site in RECIPES[fusion]]
+        for decision in fused:
             _replace(model, decision.name, RECIPES[fusion][decision.site], plan.backend)
-        for decision in plan.replaced:
+        for decision in fused:
             if decision.next_norm:
                 next_layer = model.get_submodule(decision.next_layer) if decision.next_layer else None
                 wired = (model.get_submodule(decision.next_norm), next_layer)
@@ -47,23 +74,46 @@ def patch_model(model: Model, *, fusion: str = "both", backend: str = "auto", ge
             _replace(model, plan.generation.name, FastGenerate, plan.backend)
         model.__dict__[PLAN] = plan
     except BaseException:
-        unpatch_model(model)
+        _undo_fusion(model)
+        if convert.why_not_back(model) is None:
+            convert.give_back(model)
         raise
+    if not keep_original:
+        convert.forget(model)
     return model
 
 
 def unpatch_model(model: Model) -> Model:
     """Gives the stock model back, bit for bit; returns the same object. A model that is not patched stays as it is.
 
-    Works on whatever holds patched modules: the model, a copy of it, a PEFT model around it.
+    Works on whatever holds patched modules: the model, a copy of it, a PEFT model around it. Raises PatchError, with
+    the model as it was, where a patch has made its linears int8 and their originals were not kept.
     """
+    if (reason := convert.why_not_back(model)) is not None:
+        raise PatchError(reason)
+    _undo_fusion(model)
+    convert.give_back(model)
+    return model
+
+
+def _quantize(model: nn.Module, plan: Plan) -> None:
+    if plan.quantize is None:
+        convert.give_back(model)
+        return
+    sites = QUANTIZED[plan.quantize]
+    left = [d.name for d in plan.decisions if d.site == LINEAR and d.reason is not None]
+    config = QwenPatchInt8Config(plan.activations, plan.lm_head, left)
+    names = [d.name for d in plan.replaced if d.site in sites]
+    convert.make_int8(model, names, config, plan.backend)
+
+
+def _undo_fusion(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Patched):
             for key in module.wiring:
                 module.__dict__.pop(key, None)
             _set_class(module, module.stock)
         module.__dict__.pop(PLAN, None)
-    return model
 
 
 def current_plan(model: nn.Module) -> Plan | None:
@@ -80,16 +130,22 @@ def explain(model: nn.Module) -> Plan:
 
 
 @contextmanager
-def patched(model: Model, *, fusion: str = "both", backend: str = "auto", generation: str = "auto") -> Iterator[Model]:
-    """`with patched(model, fusion="mlp"):` the model is patched inside, and afterwards what it was before."""
-    before = current_plan(model)
-    patch_model(model, fusion=fusion, backend=backend, generation=generation)
+def patched(model: Model, **options: Any) -> Iterator[Model]:
+    """`with patched(model, fusion="mlp"):` the model is patched inside, and afterwards what it was before.
+
+    Takes what `patch_model` takes. With quantize="int8" the originals are kept, for the way back.
+    """
+    before, kept = current_plan(model), convert.kept(model)
+    if options.get("quantize") is not None:
+        options = {"keep_original": kept is not False, **options}
+    patch_model(model, **options)
     try:
         yield model
     finally:
-        unpatch_model(model)
-        if before is not None:
-            patch_model(model, fusion=before.fusion, backend=before.backend, generation=before.asked_generation)
+        if before is None:
+            unpatch_model(model)
+        else:
+            patch_model(model, **before.options, keep_original=bool(kept))
 
 
 def _replace(model: nn.Module, name: str, replacement: type[Patched], backend: str) -> None:

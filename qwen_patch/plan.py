@@ -14,8 +14,10 @@ from torch import nn
 
 from .families import CAUSAL_LM, DECODER_LAYER, DECODER_LAYER_PARAMETERS, FAMILIES, MLP, RMS_NORM, SITES, Family
 from .modules import stock_class
+from .modules.linear import ACTIVATIONS, Int8Linear
 from .ops import BACKENDS, DTYPES, LIBRARIES
-from .recipes import RECIPES
+from .quantization.linears import RECORD, WIDE, find_linears
+from .recipes import QUANTIZED, RECIPES
 
 # The oldest and the first untested version of Transformers: the decoder layer's forward is re-written here.
 TRANSFORMERS_FROM, TRANSFORMERS_BEFORE = Version("5.17"), Version("5.25")
@@ -51,15 +53,25 @@ class Plan:
     decisions: tuple[Decision, ...]
     generation: Decision  # of the loop of `generate`
     notes: tuple[str, ...] = ()
+    quantize: str | None = None
+    activations: str = "auto"
+    lm_head: bool = False
 
     @property
     def replaced(self) -> tuple[Decision, ...]:
         return tuple(d for d in self.decisions if d.replacement is not None)
 
     @property
-    def asked_generation(self) -> str:
-        """The `generation` that makes this plan again."""
-        return "stock" if self.generation.reason == STOCK_ASKED else "auto"
+    def options(self) -> dict[str, Any]:
+        """What `make_plan` and `patch_model` are given to make this plan again."""
+        generation = "stock" if self.generation.reason == STOCK_ASKED else "auto"
+        options = {"fusion": self.fusion, "backend": self.backend, "generation": generation}
+        return options | {"quantize": self.quantize, "activations": self.activations, "lm_head": self.lm_head}
+
+    @property
+    def title(self) -> str:
+        quantize = "" if self.quantize is None else f", quantize={self.quantize} ({self.activations})"
+        return f"{self.model} ({self.family}), fusion={self.fusion}, backend={self.backend}{quantize}"
 
     @property
     def generation_line(self) -> str:
@@ -77,8 +89,7 @@ class Plan:
         return [(*row, count) for row, count in rows.items()]
 
     def __str__(self) -> str:
-        head = f"{self.model} ({self.family}), fusion={self.fusion}, backend={self.backend}: "
-        head += f"{len(self.replaced)} of {len(self.decisions)} modules replaced"
+        head = f"{self.title}: {len(self.replaced)} of {len(self.decisions)} modules replaced"
         rows = [f"  {count:4d} x {site:14s} {what:20s} {why}".rstrip() for site, what, why, count in self.summary()]
         rows += [f"  generate: {self.generation_line}"]
         return "\n".join([head, *rows, *(f"  note: {note}" for note in self.notes)])
@@ -86,20 +97,33 @@ class Plan:
     __repr__ = __str__
 
 
-def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto", generation: str = "auto") -> Plan:
+def make_plan(
+    model: nn.Module,
+    fusion: str = "both",
+    backend: str = "auto",
+    generation: str = "auto",
+    quantize: str | None = None,
+    activations: str = "auto",
+    lm_head: bool = False,
+) -> Plan:
     """Looks at every module of `model` that is, or stands where, a supported site is. Writes nothing.
 
     A model that is patched already is planned as if it were stock. Raises PatchError where the arguments are unknown,
     the family or the Transformers version is not supported, the backend is not there, or nothing would be replaced.
     """
-    if fusion not in RECIPES:
-        raise PatchError(f"unknown fusion {fusion!r}: supported are {', '.join(RECIPES)}")
-    if backend not in BACKENDS:
-        raise PatchError(f"unknown backend {backend!r}: supported are {', '.join(BACKENDS)}")
-    if generation not in GENERATIONS:
-        raise PatchError(f"unknown generation {generation!r}: supported are {', '.join(GENERATIONS)}")
+    for name, value, known in (
+        ("fusion", fusion, RECIPES),
+        ("backend", backend, BACKENDS),
+        ("generation", generation, GENERATIONS),
+        ("quantize", quantize, (None, *QUANTIZED)),
+        ("activations", activations, ACTIVATIONS),
+    ):
+        if value not in known:
+            raise PatchError(f"unknown {name} {value!r}: supported are {', '.join(map(str, known))}")
+    if quantize is None and (activations, lm_head) != ("auto", False):
+        raise PatchError("activations and lm_head are settings of quantize='int8'")
     check_transformers()
-    family = _find_family(model)
+    family = find_family(model)
     backend, notes = _choose_backend(model, backend)
     if model.training:
         notes += ("the model is in training mode: the stock forwards run, at stock speed, until model.eval()",)
@@ -111,12 +135,33 @@ def make_plan(model: nn.Module, fusion: str = "both", backend: str = "auto", gen
         decisions[name] = Decision(name, site, replacement, reason)
     _check_dtypes(model, decisions)
     _connect_layers(family, decisions)
+    if quantize is not None:
+        decisions |= _quantized(model, family, QUANTIZED[quantize], lm_head)
     loop = _generation(model, family, recipe, backend, generation)
-    plan = Plan(type(model).__name__, family.model_type, fusion, backend, tuple(decisions.values()), loop, notes)
+    found = (type(model).__name__, family.model_type, fusion, backend, tuple(decisions.values()), loop, notes)
+    plan = Plan(*found, quantize, activations, lm_head)
     if recipe and not plan.replaced:
         reasons = "; ".join(sorted({f"{d.site}: {d.reason}" for d in plan.decisions}))
         raise PatchError(f"nothing to replace in this {plan.model} with fusion={fusion}: {reasons}")
     return plan
+
+
+def _quantized(model: nn.Module, family: Family, recipe: dict, lm_head: bool) -> dict[str, Decision]:
+    """A decision for every linear. Raises where int8 is not for this model at all, or for none of them."""
+    by_a_patch = any(RECORD in m.__dict__ for m in model.modules())
+    if not by_a_patch and any(m.__dict__.get("is_quantized", False) for m in model.modules()):
+        method = next(m.quantization_method for m in model.modules() if m.__dict__.get("is_quantized", False))
+        raise PatchError(f"the model is quantized already ({method}): patch it without quantize")
+    found = find_linears(model, family, lm_head)
+    chosen = [f for f in found if f.reason is None]
+    if any(f.module.weight.dtype == WIDE for f in chosen):
+        raise PatchError(
+            "quantize='int8' is for bfloat16 and float16 models, and the linears of this one are float32: load it with "
+            "dtype=torch.bfloat16"
+        )
+    if not chosen:
+        raise PatchError(f"no linear to quantize: {'; '.join(sorted({f.reason for f in found}))}")
+    return {f.name: Decision(f.name, f.site, None if f.reason else recipe[f.site].__name__, f.reason) for f in found}
 
 
 def _generation(model: nn.Module, family: Family, recipe: dict, backend: str, asked: str) -> Decision:
@@ -147,7 +192,7 @@ def check_transformers() -> None:
         )
 
 
-def _find_family(model: nn.Module) -> Family:
+def find_family(model: nn.Module) -> Family:
     classes = {(stock_class(m).__module__, stock_class(m).__name__) for m in model.modules()}
     for family in FAMILIES.values():
         if (family.module, family.decoder_layer) in classes:
@@ -240,6 +285,8 @@ def _why_not_layer(module: nn.Module) -> str | None:
 
 def _compute_dtype(layer: nn.Module) -> torch.dtype | None:
     """The dtype of the layer's linears, None where they are quantized."""
+    if any(isinstance(m, Int8Linear) for m in layer.modules()):
+        return None  # adapters over them are plain linears of a dtype of their own
     dtypes = [p.dtype for m in layer.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)]
     return next((d for d in dtypes if d.is_floating_point), None)
 

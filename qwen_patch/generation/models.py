@@ -10,6 +10,7 @@ from torch import nn
 
 from ..families import FAMILIES
 from ..modules.base import has_global_hooks, is_hooked, stock_class, version_of
+from ..modules.linear import Int8Linear
 from ..ops import LIBRARIES
 from ..ops.decode_step import HEAD_DIMS, MAX_BATCH, MAX_GROUP, MAX_HIDDEN, MAX_ROWS_A_BLOCK, MIN_SLOTS, slots_that_fit
 
@@ -104,6 +105,8 @@ def _of_modules(model: nn.Module) -> str | None:
         if module.training:
             return "the model is in training mode"
         cls = stock_class(module)
+        if cls is Int8Linear:
+            return f"{name} is int8, which the runtime does not take yet"
         at_home = cls.__module__.startswith(("torch.nn.modules.", "transformers.activations"))
         if not ((cls.__module__ == family.module and cls.__name__ in own) or (at_home and cls.__name__ in PLAIN)):
             return f"{where} is a {cls.__module__}.{cls.__name__}"

@@ -1,4 +1,4 @@
-"""The int8 format of linear weights."""
+"""int8: the format, which linears it is for, how a model gets it and gives it back, and how Transformers saves it."""
 
 from __future__ import annotations
 
