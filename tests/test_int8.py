@@ -1,0 +1,469 @@
+"""int8 linears in a loaded model: the module, what is replaced and why not, undo, failures, adapters."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from models import answers, small_model, token_ids
+from torch import nn
+
+import qwen_patch
+from qwen_patch import PatchError, make_plan
+from qwen_patch.generation import eligibility
+from qwen_patch.modules import Int8Linear, Patched
+from qwen_patch.modules import linear as linear_module
+from qwen_patch.quantization import convert
+from qwen_patch.quantization.format import dequantize, quantize
+
+GOLDEN = Path(__file__).parent / "golden"
+IDS = token_ids(2, 9)
+
+
+def bf16(family="qwen3", **config):
+    return small_model(family, torch.bfloat16, **config)
+
+
+def linears(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, Int8Linear)}
+
+
+def state_of(model):
+    """Everything that an undo must give back: classes, attributes, values, what Transformers knows."""
+    modules = {name: (type(m), set(m.__dict__), id(m)) for name, m in model.named_modules()}
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "architectures")}
+    return modules, config, dict(model.all_tied_weights_keys), {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def assert_same_state(found, expected):
+    assert found[:3] == expected[:3]
+    assert found[3].keys() == expected[3].keys()
+    assert all(torch.equal(found[3][k], v) for k, v in expected[3].items())
+
+
+def made(bias=True, k=72, n=24, dtype=torch.bfloat16):
+    torch.manual_seed(3)
+    linear = nn.Linear(k, n, bias).to(dtype)
+    return linear, Int8Linear.from_linear(linear)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_int8_linear_computes_with_the_dequantized_weight(bias):
+    linear, int8 = made(bias)
+    values, scales = quantize(linear.weight.detach())
+    assert torch.equal(int8.values, values)
+    assert torch.equal(int8.scales, scales)
+    assert int8.weight.shape == (24, 9, 8)
+    x = torch.randn(5, 72).bfloat16()
+    exact = x.double() @ (values.double() * scales.double().repeat_interleave(64, 1)[:, :72]).T
+    exact += linear.bias.double() if bias else 0
+    # one rounding of the result, and of the weights where they become 16-bit first: 2^-9 of the terms' size each
+    assert (int8(x).double() - exact).abs().max() < 2**-8 * (x.double().abs() @ linear.weight.double().abs().T).max()
+    assert list(int8.state_dict()) == ["weight", *(["bias"] if bias else []), "scales"]
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.float64), lambda m: m.type(torch.float16)])
+def test_casts_leave_codes_and_scales_alone(cast):
+    _, int8 = made()
+    before = {k: v.clone() for k, v in int8.state_dict().items()}
+    cast(int8)
+    for key in ("weight", "scales"):
+        assert torch.equal(int8.state_dict()[key], before[key])
+        assert int8.state_dict()[key].dtype == before[key].dtype
+    assert int8.bias.dtype in (torch.float16, torch.float64)
+
+
+def test_copies_and_pickles_are_their_own():
+    _, int8 = made()
+    x = torch.randn(3, 72).bfloat16()
+    expected = int8(x)
+    for twin in (copy.deepcopy(int8), pickle.loads(pickle.dumps(int8))):
+        assert torch.equal(twin(x), expected)
+        twin.scales.mul_(2)
+        assert not torch.equal(twin(x), expected)
+    assert torch.equal(int8(x), expected)
+    assert "in_features=72, out_features=24, bias=True, activations=auto" in repr(int8)
+
+
+def test_no_stock_linear_takes_the_state():
+    linear, int8 = made()
+    assert not isinstance(int8, nn.Linear)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        linear.load_state_dict(int8.state_dict(), strict=False)
+
+
+def test_activations_choose_the_path(monkeypatch):
+    _, int8 = made()
+    seen = []
+    monkeypatch.setattr(linear_module, "OP", lambda *args: seen.append(args[-1]))
+    x = torch.randn(4, 72).bfloat16()
+    for mode in linear_module.ACTIVATIONS:
+        int8.activations = mode
+        int8(x)
+    assert seen == [False, False, True]
+    monkeypatch.setitem(linear_module.W8A8_FROM_ROWS, "cpu", 4)
+    int8.activations = "auto"
+    int8(x)
+    int8(x[:3])
+    assert seen[3:] == [True, False]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2_5_vl"])
+def test_golden_plan(family):
+    """Every decision about a two-layer model. QWEN_PATCH_WRITE_GOLDEN=1 writes the files; read them then."""
+    model = bf16(family, num_hidden_layers=2, **({"mlp_only_layers": [0]} if family == "qwen3_moe" else {}))
+    found = json.loads(json.dumps(make_plan(model, "none", quantize="int8", activations="w8a16").to_dict()))
+    path = GOLDEN / f"int8_{family}.json"
+    if os.environ.get("QWEN_PATCH_WRITE_GOLDEN"):
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    assert found == json.loads(path.read_text())
+
+
+def test_patch_and_undo_with_originals_kept():
+    model = bf16("qwen2")  # with biases
+    expected, before = answers(model, IDS).logits, state_of(model)
+    assert qwen_patch.patch_model(model, quantize="int8", keep_original=True) is model
+    assert len(linears(model)) == 3 * 7
+    assert type(model.lm_head) is nn.Linear
+    found = answers(model, IDS).logits
+    assert not torch.equal(found, expected)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    assert convert.kept(model)
+    qwen_patch.unpatch_model(model)
+    assert_same_state(state_of(model), before)
+    assert torch.equal(answers(model, IDS).logits, expected)
+
+
+def test_without_originals_there_is_no_undo_and_it_says_so():
+    model = bf16()
+    qwen_patch.patch_model(model, quantize="int8")
+    expected = answers(model, IDS).logits
+    line = r"the linears are int8 and their originals were not kept \(keep_original=True keeps them\): load the model"
+    for undo in (qwen_patch.unpatch_model, qwen_patch.patch_model):
+        with pytest.raises(PatchError, match=line):
+            undo(model)
+    with pytest.raises(PatchError, match="keep_original=True comes too late"):
+        qwen_patch.patch_model(model, quantize="int8", keep_original=True)
+    assert any(isinstance(m, Patched) for m in model.modules())  # nothing was undone in part
+    assert torch.equal(answers(model, IDS).logits, expected)
+
+
+def test_half_the_memory_and_the_originals_are_gone():
+    import gc
+    import weakref
+
+    model = bf16("llama", hidden_size=256, intermediate_size=512)
+    before = model.get_memory_footprint()
+    original = weakref.ref(model.model.layers[0].mlp.up_proj)
+    qwen_patch.patch_model(model, quantize="int8")
+    gc.collect()
+    assert original() is None
+    body = before - 2 * 2 * model.model.embed_tokens.weight.numel()  # without embedding and head
+    saved = before - model.get_memory_footprint()
+    assert 0.45 * body < saved < 0.5 * body
+
+
+def test_patching_again():
+    model = bf16()
+    qwen_patch.patch_model(model, quantize="int8", activations="w8a16")
+    plan, first = qwen_patch.explain(model), linears(model)
+    assert make_plan(model, quantize="int8", activations="w8a16") == plan
+    qwen_patch.patch_model(model, quantize="int8", activations="w8a16")
+    assert linears(model) == first  # the same objects
+    qwen_patch.patch_model(model, fusion="mlp", quantize="int8", activations="w8a8")
+    assert linears(model) == first
+    assert {m.activations for m in first.values()} == {"w8a8"}
+    assert model.config.quantization_config.activations == "w8a8"
+    assert qwen_patch.explain(model).fusion == "mlp"
+    with qwen_patch.patched(model, fusion="none", quantize="int8"):
+        assert not any(isinstance(m, Patched) and m.replacement.__name__ == "FusedMLP" for m in model.modules())
+    assert qwen_patch.explain(model).activations == "w8a8"
+    assert linears(model) == first
+
+
+def test_the_context_manager_keeps_what_it_needs_for_the_way_back():
+    model = bf16()
+    before = state_of(model)
+    with qwen_patch.patched(model, quantize="int8", lm_head=True):
+        assert isinstance(model.lm_head, Int8Linear)
+    assert_same_state(state_of(model), before)
+    with qwen_patch.patched(model):
+        with qwen_patch.patched(model, quantize="int8"):
+            assert linears(model)
+        assert not linears(model)
+        assert any(isinstance(m, Patched) for m in model.modules())
+
+
+def test_a_tied_head_becomes_an_untied_copy_and_is_tied_again():
+    model = qwen_patch.patch_model(bf16("qwen2", tie_word_embeddings=True), quantize="int8")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model = bf16("qwen2", tie_word_embeddings=True)
+    before, embedding = state_of(model), model.model.embed_tokens.weight
+    qwen_patch.patch_model(model, quantize="int8", lm_head=True, keep_original=True)
+    assert isinstance(model.lm_head, Int8Linear)
+    assert model.model.embed_tokens.weight is embedding
+    assert model.all_tied_weights_keys == {}
+    model.tie_weights()
+    assert model.lm_head.weight.dtype == torch.int8
+    assert torch.equal(model.lm_head.values, quantize(embedding.detach())[0])
+    qwen_patch.unpatch_model(model)
+    assert model.lm_head.weight is embedding
+    assert_same_state(state_of(model), before)
+
+
+def test_generate_goes_through_transformers_own_loop():
+    model = bf16()
+    qwen_patch.patch_model(model, quantize="int8")
+    assert eligibility._of_modules(model) == (
+        "model.layers.0.self_attn.q_proj is int8, which the runtime does not take yet"
+    )
+    tokens = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert tokens.shape == (2, 14)
+    step = answers(model, tokens[:, :-1]).logits[:, 8:].argmax(-1)
+    assert (step == tokens[:, 9:]).float().mean() > 0.7  # with and without a cache, but for ties of random weights
+    assert any("the last generate ran Transformers' own loop" in note for note in qwen_patch.explain(model).notes)
+
+
+def fail_at(monkeypatch, call, error):
+    calls = []
+    real = Int8Linear.from_linear.__func__
+
+    def from_linear(cls, linear):
+        calls.append(linear)
+        if len(calls) == call:
+            raise error
+        return real(cls, linear)
+
+    monkeypatch.setattr(Int8Linear, "from_linear", classmethod(from_linear))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("patched_before", [True, False])
+def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch, error, patched_before):
+    model = bf16(tie_word_embeddings=True)
+    if patched_before:
+        qwen_patch.patch_model(model, fusion="mlp")
+    before, expected = state_of(model), answers(model, IDS).logits
+    fail_at(monkeypatch, 12, error)
+    with pytest.raises(type(error)):
+        qwen_patch.patch_model(model, quantize="int8")
+    assert_same_state(state_of(model), before)
+    assert torch.equal(answers(model, IDS).logits, expected)
+
+
+def test_a_failure_after_the_linears_gives_them_back(monkeypatch):
+    model = bf16()
+    before = state_of(model)
+
+    def broken(*args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("qwen_patch.patcher._replace", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        qwen_patch.patch_model(model, quantize="int8")
+    assert_same_state(state_of(model), before)
+
+
+def with_nan(model):
+    model.model.layers[2].mlp.down_proj.weight.data[3, 5] = float("nan")
+
+
+def with_inf(model):
+    model.model.layers[2].mlp.down_proj.weight.data[3, 5] = -float("inf")
+
+
+@pytest.mark.parametrize("change", [with_nan, with_inf])
+def test_nan_and_inf_are_refused_by_name(change):
+    model = bf16()
+    change(model)
+    with pytest.raises(PatchError, match=r"^model\.layers\.2\.mlp\.down_proj: "):
+        qwen_patch.patch_model(model, quantize="int8")
+    assert not linears(model)
+    assert not any(isinstance(m, Patched) for m in model.modules())
+
+
+ODD = {"hidden_size": 60, "intermediate_size": 92, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 18}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (lambda: small_model("qwen3"), {"quantize": "int8"}, r"bfloat16 and float16 models, .* float32: load it with"),
+        (bf16, {"quantize": "int4"}, "unknown quantize 'int4': supported are None, int8"),
+        (
+            bf16,
+            {"quantize": "int8", "activations": "w4a4"},
+            "unknown activations 'w4a4': supported are auto, w8a16, w8a8",
+        ),
+        (bf16, {"activations": "w8a8"}, "activations and lm_head are settings of quantize='int8'"),
+        (
+            lambda: bf16(**ODD),
+            {"quantize": "int8"},
+            r"no linear to quantize: K is 36, not a multiple of 8; .*; K is 92",
+        ),
+    ],
+)
+def test_bad_input(model, options, message):
+    model = model()
+    with pytest.raises(PatchError, match=message):
+        qwen_patch.patch_model(model, **options)
+    assert not linears(model)
+
+
+def reason_for(model, name):
+    decision = next(d for d in make_plan(model, quantize="int8").decisions if d.name == name)
+    assert decision.replacement is None
+    return decision.reason
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+class OtherLinear(nn.Linear):
+    pass
+
+
+def subclass(model):
+    model.model.layers[1].mlp.up_proj = OtherLinear(64, 96, bias=False).bfloat16()
+
+
+def hooked(model):
+    model.get_submodule(UP).register_forward_hook(lambda *args: None)
+
+
+def own_forward(model):
+    model.get_submodule(UP).forward = lambda x: x
+
+
+def on_meta(model):
+    model.get_submodule(UP).to("meta")
+
+
+def shared(model):
+    model.get_submodule(UP).weight = model.model.layers[0].mlp.up_proj.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (subclass, "it is a test_int8.OtherLinear, not a plain nn.Linear"),
+        (hooked, "it has hooks"),
+        (own_forward, "its forward has been replaced on the instance"),
+        (on_meta, "its weight is on the meta device: load the model's weights first"),
+        (shared, "its weight is model.layers.0.mlp.up_proj's too"),
+    ],
+)
+def test_a_strange_linear_is_left_alone_with_its_reason(change, reason):
+    model = bf16()
+    change(model)
+    assert reason_for(model, UP) == reason
+    qwen_patch.patch_model(model, quantize="int8")
+    assert UP not in linears(model)
+    assert UP in model.config.quantization_config.modules_to_not_convert
+    assert len(linears(model)) == 3 * 7 - (2 if change is shared else 1)
+
+
+def test_copies_of_a_patched_model():
+    model = bf16()
+    qwen_patch.patch_model(model, quantize="int8", keep_original=True)
+    expected = answers(model, IDS).logits
+    twin = copy.deepcopy(model)
+    qwen_patch.unpatch_model(model)
+    assert torch.equal(answers(twin, IDS).logits, expected)
+    qwen_patch.unpatch_model(twin)
+    assert not any(hasattr(m, "hf_quantizer") or hasattr(m.config, "quantization_config") for m in (model, twin))
+    assert torch.equal(answers(twin, IDS).logits, answers(model, IDS).logits)
+
+
+def test_training_and_compiling_see_the_same_linears():
+    model = bf16()
+    qwen_patch.patch_model(model, quantize="int8", backend="reference")
+    expected = answers(model, IDS).logits
+    assert torch.equal(torch.compile(model, backend="eager")(IDS).logits, expected)
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    model.train()(inputs_embeds=embeds, labels=IDS).loss.backward()
+    assert embeds.grad.abs().sum() > 0
+    weight = dequantize(*(lambda m: (m.values, m.scales))(model.model.layers[0].mlp.up_proj), torch.bfloat16)
+    x = torch.randn(3, 64).bfloat16().requires_grad_()
+    model.model.layers[0].mlp.up_proj(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 96).bfloat16() @ weight)
+
+
+def adapted(**config):
+    import peft
+
+    from qwen_patch.quantization.adapters import over_int8
+
+    model = bf16()
+    qwen_patch.patch_model(model, quantize="int8", keep_original=True)
+    plain = answers(model, IDS).logits
+    torch.manual_seed(5)
+    options = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]}
+    return peft.get_peft_model(model, over_int8(peft.LoraConfig(**(options | config)))).eval(), plain
+
+
+def test_adapters_over_int8(tmp_path):
+    import peft
+
+    from qwen_patch.quantization.adapters import over_int8
+
+    model, plain = adapted()
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    x = torch.randn(3, 96).bfloat16()
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    added = (x.float() @ a.T @ b.T * layer.scaling["default"]).bfloat16()
+    # in float32 beside the base's bfloat16, then one rounding
+    assert (layer(x) - (layer.base_layer(x) + added)).abs().max() <= 2**-6 * layer(x).abs().max()
+    expected = answers(model, IDS).logits
+    assert not torch.equal(expected, plain)
+    with model.disable_adapter():
+        assert torch.equal(answers(model, IDS).logits, plain)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="an adapter can't be merged into int8 weights"):
+            merge()
+    assert torch.equal(answers(model, IDS).logits, expected)
+    model.save_pretrained(tmp_path)
+    base = model.unload()
+    assert torch.equal(answers(base, IDS).logits, plain)
+    again = peft.PeftModel.from_pretrained(base, tmp_path, config=over_int8(peft.LoraConfig.from_pretrained(tmp_path)))
+    assert torch.equal(answers(again, IDS).logits, expected)
+
+
+def test_adapters_train_and_int8_stays():
+    model, _ = adapted()
+    codes = {name: m.weight.clone() for name, m in linears(model).items()}
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert grads
+    assert all("lora_" in name and g is not None and g.abs().sum() > 0 for name, g in grads.items())
+    assert all(torch.equal(m.weight, codes[name]) for name, m in linears(model).items())
+
+
+def test_a_model_with_adapters_is_planned_patched_and_not_undone_under_them():
+    model, _ = adapted()
+    before = linears(model)
+    qwen_patch.patch_model(model, quantize="int8", activations="w8a8", keep_original=True)
+    assert linears(model) == before
+    assert {m.activations for m in before.values()} == {"w8a8"}
+    assert len([d for d in qwen_patch.explain(model).replaced if d.site == "rms_norm"]) == 13
+    with pytest.raises(PatchError, match="has adapters over its int8 weights: unload them first"):
+        qwen_patch.unpatch_model(model)
+    qwen_patch.unpatch_model(model.unload())
+
+
+def test_linears_with_adapters_are_left_alone_and_unknown_adapters_refused():
+    import peft
+
+    wrapped = peft.get_peft_model(bf16(), peft.LoraConfig(target_modules=["q_proj"]))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert reason_for(wrapped, name) == "it has adapters: quantize first, and add them then"
+    model = qwen_patch.patch_model(bf16(), quantize="int8")
+    with pytest.raises(ValueError, match=r"Target module Int8Linear.* is not supported"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="use_dora"):
+        adapted(use_dora=True)
