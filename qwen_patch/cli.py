@@ -1,4 +1,4 @@
-"""The commands: `qwen-patch demo | validate | bench | ops | plan | doctor`, and `validate_qwen`.
+"""The commands: `qwen-patch demo | validate | bench | ops | plan | quantize | perplexity | doctor`, `validate_qwen`.
 
 Exit status: 0 all well, 1 a check did not pass, 2 unusable input (one line on stderr says what and what to do).
 """
@@ -33,6 +33,9 @@ Fusion = Annotated[str, typer.Option(help="What is patched: both, rms, mlp or no
 Device = Annotated[str, typer.Option(help="auto (the GPU where there is one), cpu, cuda, cuda:1 ...")]
 Dtype = Annotated[str, typer.Option(help="auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16, float16.")]
 Backend = Annotated[str, typer.Option(help="auto, cuda, cpu or reference.")]
+Quantize = Annotated[str | None, typer.Option(help="int8: the linears in int8 (auto is bfloat16 then).")]
+Activations = Annotated[str, typer.Option(help="Of int8: auto, w8a16 (weights only) or w8a8.")]
+Output = Annotated[Path | None, typer.Option(help="Write OUTPUT.json and OUTPUT.md.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
 
 
@@ -66,11 +69,23 @@ def display_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def load(model: str, device: str, dtype: str) -> tuple[Any, Any]:
-    from .loading import load_model, pick_device, pick_dtype
+def load(model: str, device: str, dtype: str, int8: bool = False) -> tuple[Any, Any]:
+    from .loading import is_int8, load_model, pick_device, pick_dtype
 
     where = pick_device(device)
+    if dtype == "auto" and (int8 or is_int8(model)):
+        dtype = "bfloat16"
     return load_model(model, where, pick_dtype(dtype, where))
+
+
+def variants_of(text: str) -> list[str]:
+    from .benchmarks.generate import VARIANTS
+    from .loading import UsageError
+
+    found = [part.strip() for part in text.split(",")]
+    if unknown := [name for name in found if name not in VARIANTS]:
+        raise UsageError(f"unknown fusion {unknown[0]!r}: supported are {', '.join(VARIANTS)}")
+    return found
 
 
 @app.command()
@@ -91,6 +106,8 @@ def validate(
     backend: Backend = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    activations: Activations = "auto",
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given more than once.")] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="A text file with one prompt a line.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens compared a prompt.")] = 64,
@@ -110,13 +127,14 @@ def validate(
                 raise UsageError(f"{prompts_file} holds no prompts: write one a line")
         if any(not p.strip() for p in prompts):
             raise UsageError("a prompt is empty")
-        loaded, tokenizer = load(model, device, dtype)
+        loaded, tokenizer = load(model, device, dtype, quantize is not None)
         from .benchmarks.results import environment, write_json
         from .report import show_validation
         from .validation.validate import validate as run
 
         env = environment(next(loaded.parameters()).device)
         options = {"fusion": fusion, "backend": backend, "new_tokens": new_tokens, "oracle": oracle}
+        options |= {"quantize": quantize, "activations": activations}
         report = run(loaded, tokenizer, name=display_name(model), prompts=prompts or None, **options)
     show_validation(console, report)
     if json_file is not None:
@@ -130,6 +148,8 @@ def plan(
     fusion: Fusion = "both",
     backend: Backend = "auto",
     device: Device = "cpu",
+    quantize: Quantize = None,
+    activations: Activations = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Every decision, as JSON.")] = False,
 ) -> None:
     """Show what a patch would replace, what not and why, without applying it."""
@@ -137,8 +157,8 @@ def plan(
     from .report import show_plan
 
     with usage_errors():
-        loaded, _ = load(model, device, "auto")
-        found = make_plan(loaded, fusion, backend)
+        loaded, _ = load(model, device, "auto", quantize is not None)
+        found = make_plan(loaded, fusion, backend, quantize=quantize, activations=activations)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
     else:
@@ -153,6 +173,7 @@ def bench(
     ] = "mlp,rms,modules,both",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Annotated[str | None, typer.Option(help="int8: add the variants int8-w8a16 and int8-w8a8.")] = None,
     prompt_lengths: Annotated[str, typer.Option(help="Comma-separated.")] = "128,512,1024",
     new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     batch: Annotated[int, typer.Option(min=1)] = 1,
@@ -166,18 +187,22 @@ def bench(
     from .report import show_bench
 
     with usage_errors():
-        fusions = [f.strip() for f in fusion.split(",")]
-        if unknown := [f for f in fusions if f not in generate.VARIANTS]:
-            raise UsageError(f"unknown fusion {unknown[0]!r}: supported are {', '.join(generate.VARIANTS)}")
+        fusions = variants_of(fusion)
+        if quantize not in (None, "int8"):
+            raise UsageError(f"unknown quantize {quantize!r}: supported is int8")
+        if quantize is not None:
+            fusions = list(dict.fromkeys([*fusions, "int8-w8a16", "int8-w8a8"]))
+        int8 = any(f in generate.INT8 for f in fusions)
         lengths = numbers(prompt_lengths)
         if model.startswith("random:"):
             shape = model.removeprefix("random:")
             if shape not in SHAPES:
                 raise UsageError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
             where = pick_device(device)
+            dtype = "bfloat16" if int8 and dtype == "auto" else dtype
             loaded, tokenizer, name = random_model(shape, where, pick_dtype(dtype, where)), None, f"{shape} (random)"
         else:
-            (loaded, tokenizer), name = load(model, device, dtype), display_name(model)
+            (loaded, tokenizer), name = load(model, device, dtype, int8), display_name(model)
         config, longest = loaded.config.get_text_config(), max(lengths) + new_tokens
         if longest > config.max_position_embeddings:
             raise UsageError(f"{longest} tokens are more than the {config.max_position_embeddings} of {name}")
@@ -193,7 +218,7 @@ def ops(
     dtype: Annotated[str, typer.Option(help="Comma-separated.")] = "bfloat16,float32",
     tokens: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,128,512,4096",
     rounds: Annotated[int, typer.Option(min=2)] = 15,
-    output: Annotated[Path | None, typer.Option(help="Write OUTPUT.json and OUTPUT.md.")] = None,
+    output: Output = None,
 ) -> None:
     """Time every op at the shapes of real models, against the stock expression, torch and liger-kernel."""
     from .benchmarks import ops as benchmark
@@ -206,6 +231,86 @@ def ops(
         document = benchmark.run(where, dtypes, output, rounds, tuple(numbers(tokens)))
     title = f"ops on {document['environment']['device_name']}, copy {document['copy_gbps']:,.0f} GB/s"
     show_rows(console, title, document["rows"], benchmark.COLUMNS)
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Option(help="A 16-bit model: a folder, a hub id or a bundled one.")],
+    output: Annotated[Path, typer.Option(help="The folder to write, whole or not at all.")],
+    activations: Activations = "auto",
+    lm_head: Annotated[
+        bool, typer.Option("--lm-head", help="The head too, as an untied copy where it is tied.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+) -> None:
+    """Write an int8 checkpoint, which from_pretrained reads wherever qwen_patch is imported."""
+    from rich.progress import Progress
+
+    from .loading import UsageError, pick_device, pick_dtype
+    from .quantization.files import quantize_checkpoint
+    from .quantization.quantizer import QwenPatchInt8Config
+
+    with usage_errors(), Progress(console=console, transient=True) as progress:
+        where = pick_device(device)
+        wanted = None if dtype == "auto" else pick_dtype(dtype, where)
+        try:
+            settings = QwenPatchInt8Config(activations, lm_head)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        task = progress.add_task(display_name(model), total=None)
+
+        def on_linear(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        found = quantize_checkpoint(model, output, settings, wanted, where, on_linear)
+    before, after = found["bytes_before"], found["bytes_after"]
+    console.print(f"{display_name(model)}: {found['linears']} linears in int8, the rest in {found['dtype']}")
+    console.print(f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB after ({after / before:.0%}), in {output}")
+
+
+@app.command()
+def perplexity(
+    model: Model = "tiny-qwen2",
+    variant: Annotated[str, typer.Option(help="Compared with stock, comma-separated, as in bench.")] = (
+        "both,int8-w8a16,int8-w8a8"
+    ),
+    text: Annotated[Path | None, typer.Option(help="A text file; without it, the bundled text.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="NAME or NAME:CONFIG of the datasets package, streamed.")] = None,
+    split: Annotated[str, typer.Option(help="Of the data set.")] = "test",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    window: Annotated[int, typer.Option(min=2, help="Tokens at once.")] = 512,
+    stride: Annotated[int, typer.Option(min=1, help="Tokens scored a window, after the first one.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of the text.")] = 100_000,
+    output: Output = None,
+) -> None:
+    """Perplexity by sliding window: stock, patched and int8 side by side, with the difference and its interval."""
+    from .benchmarks import perplexity as benchmark
+    from .benchmarks.generate import INT8
+    from .loading import UsageError
+    from .report import show_rows
+
+    with usage_errors():
+        variants = variants_of(variant)
+        if stride >= window:
+            raise UsageError(f"stride {stride} is not less than the window of {window}: tokens would have no context")
+        if text is not None and dataset is not None:
+            raise UsageError("give --text or --dataset, not both")
+        if text is not None and not text.is_file():
+            raise UsageError(f"no such text file: {text}")
+        loaded, tokenizer = load(model, device, dtype, any(v in INT8 for v in variants))
+        if window > (limit := loaded.config.get_text_config().max_position_embeddings):
+            raise UsageError(f"a window of {window} is more than the {limit} of {display_name(model)}")
+        source = text.name if text is not None else dataset or "bundled text"
+        if dataset is not None:
+            content = benchmark.dataset_text(dataset, split, 8 * max_tokens)
+        else:
+            content = text.read_text() if text is not None else benchmark.bundled_text()
+        ids = benchmark.text_ids(tokenizer, content, max_tokens)
+        document = benchmark.run(loaded, display_name(model), source, ids, variants, window, stride, output)
+    title = f"{document['model']}, {document['dtype']}, {source}: {document['settings']['tokens']} tokens"
+    show_rows(console, title, benchmark.flat_rows(document), benchmark.COLUMNS)
 
 
 @app.command()

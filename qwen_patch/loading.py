@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -18,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from .families import FAMILIES
+from .quantization.quantizer import METHOD
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 BUNDLED = {"tiny-qwen2": ASSETS / "tiny-qwen2", "tiny-qwen3": ASSETS / "tiny-qwen3"}
@@ -99,6 +101,20 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def is_int8(name: str) -> bool:
+    """Whether `name` is an int8 checkpoint of ours, as far as its config is there to be read."""
+    try:
+        config = AutoConfig.from_pretrained(str(BUNDLED.get(name, name)))
+    except (OSError, ValueError):
+        return False  # load_model says what is wrong
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == METHOD
+
+
+def auto_class(config: PretrainedConfig) -> type:
+    """What loads a model of this config with its head."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads `name` (a bundled model, a folder or a hub id) in evaluation mode, and its tokenizer."""
     source = str(BUNDLED.get(name, name))
@@ -113,9 +129,7 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Pre
     if config.model_type not in FAMILIES:
         raise UsageError(f"model {name!r} is a {config.model_type!r}: supported are {', '.join(FAMILIES)}")
     try:
-        causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
-        model = auto.from_pretrained(source, dtype=dtype).to(device).eval()
+        model = auto_class(config).from_pretrained(source, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"model {name!r} does not load: {str(error).splitlines()[0]}") from error

@@ -14,9 +14,10 @@ from .validation.validate import Report
 
 
 def show_plan(console: Console, plan: Plan) -> None:
-    title = f"{plan.model} ({plan.family}), fusion={plan.fusion}, backend={plan.backend}"
     table = Table(
-        title=title, title_justify="left", caption=f"{len(plan.replaced)} of {len(plan.decisions)} modules replaced"
+        title=plan.title,
+        title_justify="left",
+        caption=f"{len(plan.replaced)} of {len(plan.decisions)} modules replaced",
     )
     for heading in ("site", "modules", "replacement", "why not"):
         table.add_column(heading)
@@ -29,9 +30,9 @@ def show_plan(console: Console, plan: Plan) -> None:
 
 
 def show_validation(console: Console, report: Report) -> None:
-    table = Table(
-        title=f"{report.model}, fusion={report.fusion}, {report.dtype} on {report.device}", title_justify="left"
-    )
+    quantize = "" if report.quantize is None else f", {report.quantize}"
+    title = f"{report.model}, fusion={report.fusion}{quantize}, {report.dtype} on {report.device}"
+    table = Table(title=title, title_justify="left")
     table.add_column("measured")
     table.add_column("value", justify="right")
     rows = {
@@ -44,6 +45,8 @@ def show_validation(console: Console, report: Report) -> None:
         f"greedy tokens equal ({report.new_tokens} new)": "yes" if report.greedy_tokens_equal else "no",
         "undo is bitwise": "yes" if report.undo_bitwise else "NO",
     }
+    if report.oracle and "top1_agreement_or_tie" in report.oracle:
+        rows["top-1 agreement, or a tie"] = f"{report.oracle['top1_agreement_or_tie']:.2%}"
     if report.oracle:
         rows["stock, mean error against float32"] = f"{report.oracle['stock_mean_abs_error']:.3g}"
         rows["patched, mean error against float32"] = f"{report.oracle['patched_mean_abs_error']:.3g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,16 +14,19 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from ..modules import FastGenerate
+from ..modules import FastGenerate, Int8Linear
 from ..patcher import patch_model, unpatch_model
 from ..recipes import RECIPES
-from ..validation.agreement import Agreement, compare_tokens
+from ..validation.agreement import Agreement, Closeness, compare_logits, compare_tokens
 from . import results, timing
 
 STOCK, STATIC = "stock", "static"
 # What `patch_model` is given for a variant. "modules" is a full patch under Transformers' own loop; the ablations have
 # that loop anyway.
+# The int8 ones keep their originals in the host's memory, so that stock can come back.
+INT8 = {"int8": "auto", "int8-w8a16": "w8a16", "int8-w8a8": "w8a8"}
 VARIANTS = {fusion: {"fusion": fusion} for fusion in RECIPES} | {"modules": {"fusion": "both", "generation": "stock"}}
+VARIANTS |= {name: {"quantize": "int8", "activations": mode, "keep_original": True} for name, mode in INT8.items()}
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Samples:
     first_token_s: list[float] = field(default_factory=list)
     total_s: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
+    bytes_a_token: int = 0  # what a decode step must read
     cold_s: float = 0.0  # the first generate, with all that is compiled or captured on the way
 
 
@@ -73,8 +78,9 @@ def bytes_a_token(model: PreTrainedModel, context: int) -> int:
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * context
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     skipped = 0 if tied else model.get_input_embeddings().weight.numel()
-    weights = sum(p.numel() for p in model.parameters()) - skipped
-    return (weights + cache) * model.dtype.itemsize
+    scales = sum(m.scales.nbytes for m in model.modules() if isinstance(m, Int8Linear))
+    weights = sum(p.nbytes for p in model.parameters()) + scales
+    return weights + (cache - skipped) * model.dtype.itemsize
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
@@ -93,7 +99,7 @@ def measure(
     new_tokens: int,
     rounds: int,
     step: Callable[[], None],
-) -> tuple[dict[str, Samples], dict[str, Agreement]]:
+) -> tuple[dict[str, Samples], dict[str, Agreement | Closeness]]:
     """Checks each variant's tokens against stock, then times all, one after the other, in alternating order."""
     device, samples = ids.device, {v: Samples() for v in variants}
     activate(model, STOCK)
@@ -102,7 +108,12 @@ def measure(
     for variant in variants:
         activate(model, variant)
         samples[variant].cold_s, found = _timed(lambda v=variant: generate(model, v, ids, new_tokens), device)
-        agreements[variant] = compare_tokens(model, ids, expected, found, lambda v=variant: activate(model, v))
+        samples[variant].bytes_a_token = bytes_a_token(model, ids.shape[1] + new_tokens // 2)
+        again = functools.partial(activate, model, variant)
+        if variant in INT8:
+            agreements[variant] = compare_logits(model, ids, expected, INT8[variant], again)
+        else:
+            agreements[variant] = compare_tokens(model, ids, expected, found, again)
         step()
     for i in range(rounds):
         for variant in variants if i % 2 == 0 else reversed(variants):
@@ -123,10 +134,9 @@ def measure(
 
 def rows_of(
     samples: dict[str, Samples],
-    agreements: dict[str, Agreement],
+    agreements: dict[str, Agreement | Closeness],
     prompt: int,
     new_tokens: int,
-    cost: int,
     copy_gbps: float,
 ) -> list[dict[str, Any]]:
     def decode_s(s: Samples) -> list[float]:
@@ -156,7 +166,7 @@ def rows_of(
                 "decode_tps_quartiles": [(new_tokens - 1) / decode.high, (new_tokens - 1) / decode.low],
                 "end_to_end_tps": new_tokens / total.median,
                 "peak_gb": None if s.peak_bytes is None else s.peak_bytes / 1e9,
-                "share_of_copy": decode_tps * cost / (copy_gbps * 1e9),
+                "share_of_copy": decode_tps * s.bytes_a_token / (copy_gbps * 1e9),
                 # How many times faster than stock; a variant whose tokens are wrong has no speed.
                 "decode_vs_stock": ratio(decode_s(s), decode_s(stock)) if correct else None,
                 "first_token_vs_stock": ratio(s.first_token_s, stock.first_token_s) if correct else None,
@@ -192,8 +202,7 @@ def run(
             samples, agreements = measure(
                 model, ids.to(device), variants, new_tokens, rounds, lambda: progress.advance(task)
             )
-            cost = bytes_a_token(model, length + new_tokens // 2)
-            rows += rows_of(samples, agreements, length, new_tokens, cost, copy_gbps)
+            rows += rows_of(samples, agreements, length, new_tokens, copy_gbps)
     document = {
         "benchmark": "generate",
         "model": name,

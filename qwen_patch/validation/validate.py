@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..loading import SAMPLE_TEXT
 from ..patcher import explain, patch_model, unpatch_model
-from .agreement import first_difference
+from ..plan import make_plan
+from .agreement import BARS, Bar, first_difference
 from .collect import Answers, Batch, collect, make_batches, next_token_logits
 from .locate import first_difference as first_differing_site
 from .locate import outputs_of_sites
@@ -70,6 +72,8 @@ def validate(
     name: str,
     fusion: str = "both",
     backend: str = "auto",
+    quantize: str | None = None,
+    activations: str = "auto",
     prompts: list[str] | None = None,
     new_tokens: int = 64,
     oracle: bool = False,
@@ -82,11 +86,17 @@ def validate(
     error against it may exceed the stock model's by 10%, and a token may differ only where the oracle's margin between
     the two is inside the models' own error. The oracle is made by casting this model in place, so the model is
     float32 afterwards; it is left unpatched.
+
+    With `quantize`, the model passes if the undo is bitwise and it reaches the `BARS`: the share of positions where it
+    prefers the stock model's token, or where the oracle's margin between the two is inside the stock model's own error,
+    and the mean KL divergence. Greedy tokens may part.
     """
+    make_plan(model, fusion, backend, quantize=quantize, activations=activations)  # what can't be, before it takes time
     batches = make_batches(tokenizer, prompts or default_prompts(), next(model.parameters()).device)
     unpatch_model(model)
     stock = collect(model, batches, new_tokens)
-    patch_model(model, fusion=fusion, backend=backend)
+    int8 = {} if quantize is None else {"quantize": quantize, "activations": activations, "keep_original": True}
+    patch_model(model, fusion=fusion, backend=backend, **int8)
     patched = collect(model, batches, new_tokens)
     plan = explain(model)
     patched_sites = outputs_of_sites(model, plan, batches[0])
@@ -98,7 +108,7 @@ def validate(
     report = Report(
         model=name,
         fusion=fusion,
-        quantize=None,
+        quantize=None if quantize is None else f"{quantize} ({activations})",
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(next(model.parameters()).device),
         backend=backend,
@@ -115,6 +125,10 @@ def validate(
     )
     if not report.undo_bitwise:
         report.reasons.append("the model does not answer bitwise as before after the undo")
+    if quantize is not None:
+        _judge_int8(report, model, batches, stock, patched, BARS["w8a8" if activations == "w8a8" else "w8a16"])
+        report.passed = not report.reasons
+        return report
     limit = ROUNDING * len(plan.replaced) ** 0.5 * torch.finfo(model.dtype).eps * found.largest
     if not found.max_abs <= limit:
         report.reasons.append(f"a logit is off by {found.max_abs:.3g}: rounding explains {limit:.3g}")
@@ -127,12 +141,37 @@ def validate(
     return report
 
 
+def _judge_int8(
+    report: Report, model: PreTrainedModel, batches: list[Batch], stock: Answers, patched: Answers, bar: Bar
+) -> None:
+    """Adds the errors against the float32 stock model, and which bar is missed. Casts `model` to float32."""
+    nn.Module.float(model)
+    truth = collect(model, batches, 1)
+    stock_error, patched_error = distance(truth.logits, stock.logits), distance(truth.logits, patched.logits)
+    undecided = 0
+    for exact, a, b in zip(truth.logits, stock.logits, patched.logits, strict=True):
+        tokens = torch.stack([a.float().argmax(-1), b.float().argmax(-1)], dim=1)
+        margins = exact.gather(1, tokens).diff(dim=1).abs()[tokens[:, 0] != tokens[:, 1]]
+        undecided += int((margins <= TIE * stock_error.mean_abs).sum())
+    report.oracle = {
+        "stock_mean_abs_error": stock_error.mean_abs,
+        "patched_mean_abs_error": patched_error.mean_abs,
+        "stock_top1_agreement": stock_error.top1_agreement,
+        "patched_top1_agreement": patched_error.top1_agreement,
+        "top1_agreement_or_tie": report.top1_agreement + undecided / report.positions,
+    }
+    if not (top1 := report.oracle["top1_agreement_or_tie"]) >= bar.top1:
+        report.reasons.append(f"top-1 agreement, ties included, is {top1:.2%}: the bar is {bar.top1:.1%}")
+    if not report.kl_mean <= bar.kl:
+        report.reasons.append(f"the mean KL divergence is {report.kl_mean:.3g} nats: the bar is {bar.kl:.3g}")
+
+
 def _judge_by_oracle(
     report: Report, model: PreTrainedModel, batches: list[Batch], stock: Answers, patched: Answers
 ) -> None:
     """Adds the errors against the float32 stock model, and what is wrong by it. Casts `model` to float32."""
     narrow = model.dtype != torch.float32  # a float32 model is its own oracle: only the rounding bound judges its error
-    model.float()
+    nn.Module.float(model)  # PreTrainedModel's own refuses a model that was loaded in int8
     truth = collect(model, batches, 1)
     stock_error, patched_error = distance(truth.logits, stock.logits), distance(truth.logits, patched.logits)
     report.oracle = {
