@@ -229,6 +229,8 @@ TESTS_SHOWN = {
     "test_fuzz": "property tests and random sequences of events",
     "test_installation": "builds and libraries that go wrong",
     "test_validation": "validate_qwen catches what it should",
+    "test_int8": "int8 linears: plans, undo, failures in the middle, adapters",
+    "test_int8_checkpoints": "int8 checkpoints: round trips, damaged ones, offloading, the commands, perplexity",
     "test_cli": "the commands",
     "test_benchmarks": "the benchmarks' arithmetic",
 }
