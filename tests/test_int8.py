@@ -15,7 +15,7 @@ from torch import nn
 
 import qwen_patch
 from qwen_patch import PatchError, make_plan
-from qwen_patch.generation import eligibility
+from qwen_patch.generation import models as runtime_models
 from qwen_patch.modules import Int8Linear, Patched
 from qwen_patch.modules import linear as linear_module
 from qwen_patch.quantization import convert
@@ -132,7 +132,8 @@ def test_patch_and_undo_with_originals_kept():
     assert type(model.lm_head) is nn.Linear
     found = answers(model, IDS).logits
     assert not torch.equal(found, expected)
-    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    # The step is max|w| / 127 of 64 weights, and rounding to it an error of 0.55% a linear; 3.3% after these 21.
+    assert (found - expected).float().norm() < 0.05 * expected.float().norm()
     assert convert.kept(model)
     qwen_patch.unpatch_model(model)
     assert_same_state(state_of(model), before)
@@ -219,7 +220,7 @@ def test_a_tied_head_becomes_an_untied_copy_and_is_tied_again():
 def test_generate_goes_through_transformers_own_loop():
     model = bf16()
     qwen_patch.patch_model(model, quantize="int8")
-    assert eligibility._of_modules(model) == (
+    assert runtime_models._of_modules(model) == (
         "model.layers.0.self_attn.q_proj is int8, which the runtime does not take yet"
     )
     tokens = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -388,10 +389,11 @@ def test_training_and_compiling_see_the_same_linears():
     embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
     model.train()(inputs_embeds=embeds, labels=IDS).loss.backward()
     assert embeds.grad.abs().sum() > 0
-    weight = dequantize(*(lambda m: (m.values, m.scales))(model.model.layers[0].mlp.up_proj), torch.bfloat16)
+    linear = model.model.layers[0].mlp.up_proj
     x = torch.randn(3, 64).bfloat16().requires_grad_()
-    model.model.layers[0].mlp.up_proj(x).sum().backward()
-    assert torch.equal(x.grad, torch.ones(3, 96).bfloat16() @ weight)
+    linear(x).sum().backward()
+    exact = dequantize(linear.values, linear.scales, torch.float64).sum(0)
+    assert torch.allclose(x.grad.double(), exact.expand(3, 64), rtol=2**-8, atol=1e-5)  # one rounding to bfloat16
 
 
 def adapted(**config):
