@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The measurements behind the README's tables. On a CPU or a GPU:
 #   measure.sh cpu|cuda checks OUT_DIR [REAL_MODEL_DIR]   validate_qwen on every model
+#   measure.sh cpu|cuda int8 OUT_DIR MODEL_DIR            generate and perplexity in int8, on a real model
 #   measure.sh cpu|cuda ops OUT_DIR                       every op at the shapes of real models
 #   measure.sh cuda decode OUT_DIR [SHAPE]                generate through the decode runtime against Transformers' own loop
 #                                                         and its compiled static cache; 90 s a shape on an H200
@@ -33,6 +34,15 @@ if [ "$part" = ops ]; then
     cuda) qwen_patch ops --device cuda --dtype bfloat16 --output "$out/ops" ;;
     cpu) qwen_patch ops --device cpu --dtype float32,bfloat16,float16 --tokens 1,8,512 --rounds 9 --output "$out/ops" ;;
   esac
+  exit
+fi
+
+if [ "$part" = int8 ]; then
+  name=$(basename "$subject")
+  options=(--model "$subject" --device "$device" --dtype bfloat16)
+  qwen_patch bench "${options[@]}" --fusion both --quantize int8 --prompt-lengths 128 --new-tokens 64 --rounds 5 \
+    --output "$out/int8_$name"
+  qwen_patch perplexity "${options[@]}" --output "$out/perplexity_$name"
   exit
 fi
 

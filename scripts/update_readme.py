@@ -256,6 +256,30 @@ def tests() -> str:
     return table(["tests passed", *heads], rows)
 
 
+def int8() -> str:
+    speeds, text = read("cpu/int8_smollm2-135m.json"), read("cpu/perplexity_smollm2-135m.json")
+    found = {row["variant"]: row for row in speeds["rows"]}
+    rows = []
+    for row in text["rows"]:
+        speed, ratio = found[row["variant"]], row["vs_stock"]["ratio"] - 1
+        low, high = (bound - 1 for bound in row["vs_stock"]["interval95"])
+        rows.append(
+            [
+                row["variant"],
+                f"{row['perplexity']:.2f}",
+                "" if row["variant"] == "stock" else f"{ratio:+.2%} [{low:+.2%}, {high:+.2%}]",
+                f"{row['top1_agreement']:.1%}",
+                f"{speed['decode_tps']:.1f}",
+                f"{speed['decode_vs_stock']['ratio']:.2f}",
+                f"{speed['first_token_vs_stock']['ratio']:.2f}",
+            ]
+        )
+    head = ["", "perplexity", "against stock [95%]", "top-1", "decode tokens/s", "x stock", "first token, x stock"]
+    prompt = speeds["rows"][0]["prompt"]
+    about = f"{text['model']}, {text['dtype']}, {text['settings']['tokens']:,} tokens of text; prompt {prompt}"
+    return f"{about}. {conditions(speeds)}.\n\n{table(head, rows)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "generate": generate,
     "ablations": ablations,
@@ -264,6 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ops_cpu": ops_cpu,
     "validation": validation,
     "tests": tests,
+    "int8": int8,
 }
 
 
