@@ -5,6 +5,20 @@
 
 namespace qwen_patch::cuda::decode {
 
+// Asks for N vectors of words until all have come: differ(v) has a bit set from 16 on while v has not.
+template <int N, typename Look, typename Differ>
+__device__ __forceinline__ void wait_for(uint4 (&v)[N], Look&& look, Differ&& differ) {
+  unsigned different;
+#pragma unroll 1
+  do {
+    different = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = look(i);
+#pragma unroll
+    for (int i = 0; i < N; ++i) different |= differ(v[i]);
+  } while (different >> 16);
+}
+
 // fetch() waits for N times 4 values; number i is of row b[i] from column k[i] on.
 // There are no conditions in it: who has nothing to ask for asks for something that others need. A register that is set
 // on a condition only is kept from one layer to the next, and code that is jumped over has to be fetched all the same.
@@ -16,15 +30,9 @@ struct FromWords {
   __device__ __forceinline__ void fetch(uint2 (&x)[N], const int (&b)[N], const int (&k)[N]) const {
     const unsigned flag = epoch << 16;
     uint4 v[N];
-    unsigned differ;
-#pragma unroll 1
-    do {
-      differ = 0;
-#pragma unroll
-      for (int i = 0; i < N; ++i) v[i] = look4(words + b[i] * K + k[i]);
-#pragma unroll
-      for (int i = 0; i < N; ++i) differ |= (v[i].x ^ flag) | (v[i].y ^ flag) | (v[i].z ^ flag) | (v[i].w ^ flag);
-    } while (differ >> 16);
+    wait_for(
+        v, [&](int i) { return look4(words + b[i] * K + k[i]); },
+        [&](const uint4& w) { return (w.x ^ flag) | (w.y ^ flag) | (w.z ^ flag) | (w.w ^ flag); });
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = values(v[i]);
   }
@@ -42,15 +50,8 @@ struct FromParts {
   __device__ __forceinline__ void fetch(uint2 (&x)[N], const int (&b)[N], const int (&k)[N]) const {
     const unsigned flag = epoch << 16;
     uint4 v[N];
-    unsigned differ;
-#pragma unroll 1
-    do {
-      differ = 0;
-#pragma unroll
-      for (int i = 0; i < N; ++i) v[i] = look_at(b[i], k[i]);
-#pragma unroll
-      for (int i = 0; i < N; ++i) differ |= (v[i].y ^ flag) | (v[i].w ^ flag);
-    } while (differ >> 16);
+    wait_for(
+        v, [&](int i) { return look_at(b[i], k[i]); }, [&](const uint4& w) { return (w.y ^ flag) | (w.w ^ flag); });
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       float2 lo = floats_of(v[i].x, v[i].y), hi = floats_of(v[i].z, v[i].w);
