@@ -21,10 +21,9 @@ from ..validation.agreement import Agreement, Closeness, compare_logits, compare
 from . import results, timing
 
 STOCK, STATIC = "stock", "static"
-# What `patch_model` is given for a variant. "modules" is a full patch under Transformers' own loop; the ablations have
-# that loop anyway.
-# The int8 ones keep their originals in the host's memory, so that stock can come back.
 INT8 = {"int8": "auto", "int8-w8a16": "w8a16", "int8-w8a8": "w8a8"}
+# What `patch_model` is given for a variant. "modules" is a full patch under Transformers' own loop; the ablations have
+# that loop anyway. The int8 ones keep their originals in the host's memory, so that stock can come back.
 VARIANTS = {fusion: {"fusion": fusion} for fusion in RECIPES} | {"modules": {"fusion": "both", "generation": "stock"}}
 VARIANTS |= {name: {"quantize": "int8", "activations": mode, "keep_original": True} for name, mode in INT8.items()}
 

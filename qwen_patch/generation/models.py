@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,25 @@ RECORDER = "transformers.utils.output_capturing"
 # What may be put on a model, or a layer, and would be used in the stock loop.
 NUMBERS = ("variance_epsilon", "scaling", "attention_scaling", "rope_type", "head_dim", "num_key_value_groups")
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
+
+
+class Sizes(NamedTuple):
+    """Of a decoder, as its first layer's weights have them: `_of_shapes` sees to it that the others are alike."""
+
+    layers: int
+    hidden: int
+    inner: int  # of the MLP
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def sizes_of(decoder: nn.Module) -> Sizes:
+    layers, first = decoder.layers, decoder.layers[0]
+    attention, head_dim = first.self_attn, first.self_attn.head_dim
+    inner, hidden = first.mlp.gate_proj.weight.shape
+    heads, kv_heads = (projection.weight.shape[0] // head_dim for projection in (attention.q_proj, attention.k_proj))
+    return Sizes(len(layers), hidden, inner, heads, kv_heads, head_dim)
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -186,30 +205,29 @@ def reason_against_kernel(model: nn.Module, rows: int) -> str | None:
     """Why `decode_step` can't decode `rows` sequences of a model that the runtime takes; None if it can."""
     if rows > MAX_BATCH:
         return f"{rows} sequences at once: the kernel takes up to {MAX_BATCH}"
-    embedding, layer = model.get_input_embeddings().weight, model.model.layers[0]
+    embedding, sizes = model.get_input_embeddings().weight, sizes_of(model.model)
     major, minor = torch.cuda.get_device_capability(embedding.device)
     if major < 8:
         return f"the GPU is of sm_{major}{minor}, not sm_80 or later"
     blocks = torch.cuda.get_device_properties(embedding.device).multi_processor_count
-    head_dim, group = layer.self_attn.head_dim, layer.self_attn.num_key_value_groups
-    hidden, q, inner = embedding.shape[1], layer.self_attn.q_proj.weight.shape[0], layer.mlp.gate_proj.weight.shape[0]
-    for name, size in {"hidden_size": hidden, "intermediate_size": inner, "heads x head_dim": q}.items():
+    layers, hidden, inner, heads, kv_heads, head_dim = sizes
+    wide = {"hidden_size": hidden, "intermediate_size": inner, "heads x head_dim": heads * head_dim}
+    for name, size in wide.items():
         if size % 32 or size < blocks:
             return f"{name} is {size}: the kernel needs a multiple of 32 from {blocks} up"
     if hidden > min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks):
         return f"hidden_size is {hidden}: the kernel takes up to {min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks)}"
     if embedding.shape[0] < blocks:
         return f"the vocabulary is of {embedding.shape[0]} tokens: the kernel needs {blocks}"
-    if head_dim not in HEAD_DIMS or group > MAX_GROUP:
-        return f"head_dim {head_dim} with {group} query heads a key-value head is not supported"
-    kv_heads = q // head_dim // group
+    if head_dim not in HEAD_DIMS or heads > MAX_GROUP * kv_heads:
+        return f"head_dim {head_dim} with {heads // kv_heads} query heads a key-value head is not supported"
     if rows * kv_heads > blocks:
         return f"{rows} sequences of {kv_heads} key-value heads are more than the {blocks} multiprocessors"
     if unaligned := [name for name, weight in model.named_parameters() if weight.data_ptr() % 16]:
         return f"{unaligned[0]} is not aligned to 16 bytes"
     if model.lm_head.weight.shape != embedding.shape:
         return f"its lm_head is {list(model.lm_head.weight.shape)}, its embedding {list(embedding.shape)}"
-    slots = slots_that_fit(embedding, len(model.model.layers), q // head_dim, kv_heads, head_dim, inner, rows)
+    slots = slots_that_fit(embedding, layers, heads, kv_heads, head_dim, inner, rows)
     if slots < MIN_SLOTS:
         return f"the GPU's shared memory has room for {slots} slots of weights: the kernel needs {MIN_SLOTS}"
     return None

@@ -22,6 +22,7 @@ logger = logging.getLogger("qwen_patch")
 AHEAD = 2  # bursts that the GPU may be ahead of the host, which looks for the end
 MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
 SMALLEST_CAPACITY = 256
+NO_MEMORY = "no memory for the decode runtime"
 
 
 class Known(NamedTuple):
@@ -55,7 +56,7 @@ class Runtime:
                 if free and (session := self._started(model, known, call)) is not None:
                     self.last_reason = None
                     return _decode(session, call)
-                reason = "no memory for the decode runtime" if free else "it was called by a call under way"
+                reason = NO_MEMORY if free else "it was called by a call under way"
         self.last_reason = reason
         if reason not in self.told:
             self.told.add(reason)
@@ -101,10 +102,9 @@ class Runtime:
             return session
         except torch.OutOfMemoryError as error:
             self.sessions.clear()
-            told = "generate runs Transformers' own loop: no memory for the decode runtime (%s)"
-            if told not in self.told:
-                self.told.add(told)
-                logger.warning(told, error)
+            if NO_MEMORY not in self.told:
+                self.told.add(NO_MEMORY)
+                logger.warning("generate runs Transformers' own loop: %s (%s)", NO_MEMORY, error)
             return None
 
     def _session(self, model: nn.Module, known: Known, call: Call) -> Session:

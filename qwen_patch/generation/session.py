@@ -15,7 +15,7 @@ from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step, exchange_w
 from .calls import MINIMUM_LENGTHS
 from .forward import forward, mask_of
 from .graphs import capture, run_aside
-from .models import reason_against_kernel
+from .models import reason_against_kernel, sizes_of
 
 logger = logging.getLogger("qwen_patch")
 
@@ -90,14 +90,12 @@ class Session:
             model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head.weight
         )  # fmt: skip
         device, dtype = self.embedding.device, self.embedding.dtype
-        attention = self.decoder.layers[0].self_attn
-        kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
+        sizes = sizes_of(self.decoder)
         with torch.inference_mode(False), torch.device(device):
             positions = torch.arange(capacity)[None]
             cos, sin = self.decoder.rotary_emb(torch.empty(1, dtype=dtype), positions)
             self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
-            layers, head_dim = len(self.decoder.layers), attention.head_dim
-            self.cache = torch.empty(layers, 2, rows, kv_heads, capacity, head_dim, dtype=dtype)
+            self.cache = torch.empty(sizes.layers, 2, rows, sizes.kv_heads, capacity, sizes.head_dim, dtype=dtype)
             self.prompt = torch.zeros(max(MAX_CAPTURED_TOKENS, rows), dtype=torch.int64)
             self.last = torch.zeros(rows, dtype=torch.int64)
             self.state = torch.zeros(2 + rows, dtype=torch.int32)
@@ -105,9 +103,8 @@ class Session:
             self.history = torch.zeros(rows, capacity, dtype=torch.int64)
             self.banned = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32)
             self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
-        self.no_kernel = reason_against_kernel(
-            model, rows
-        )  # why the steps are the plain forward's; None: `decode_step`'s
+        # Why the steps are the plain forward's; None: they are `decode_step`'s.
+        self.no_kernel = reason_against_kernel(model, rows)
         if self.no_kernel is None:
             self._prepare_kernel()
         else:
@@ -120,21 +117,20 @@ class Session:
         self.graphs = self._captured_steps()
 
     def _prepare_kernel(self) -> None:
-        device, hidden = self.embedding.device, self.embedding.shape[1]
-        attention, inner = self.decoder.layers[0].self_attn, self.decoder.layers[0].mlp.gate_proj.weight.shape[0]
-        q, kv = attention.q_proj.weight.shape[0], attention.k_proj.weight.shape[0]
-        heads, kv_heads = q // attention.head_dim, kv // attention.head_dim
+        device, rows = self.embedding.device, self.rows
+        _, hidden, inner, heads, kv_heads, head_dim = sizes_of(self.decoder)
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        splits = max(1, min(MAX_SPLITS, blocks // (self.rows * kv_heads)))
+        splits = max(1, min(MAX_SPLITS, blocks // (rows * kv_heads)))
         self.sizes = {
             "heads": heads,
             "intermediate": inner,
             "eps": self.decoder.norm.variance_epsilon,
-            "scale": attention.scaling,
+            "scale": self.decoder.layers[0].self_attn.scaling,
             "max_splits": splits,
-            "split_keys": SPLIT_KEYS if self.rows == 1 else SPLIT_KEYS_OF_A_BATCH,
+            "split_keys": SPLIT_KEYS if rows == 1 else SPLIT_KEYS_OF_A_BATCH,
         }
-        words = exchange_words(self.rows, hidden, inner, q, kv, heads, splits, blocks)
+        q, kv = heads * head_dim, kv_heads * head_dim
+        words = exchange_words(rows, hidden, inner, q, kv, heads, splits, blocks)
         with torch.inference_mode(False):
             self.table = torch.tensor(layer_pointers(self.decoder), dtype=torch.int64, device=device)
             self.exchange = torch.zeros(words, dtype=torch.int32, device=device)
