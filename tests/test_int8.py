@@ -1,4 +1,4 @@
-"""int8 linears in a loaded model: the module, what is replaced and why not, undo, failures, adapters."""
+"""int8 linears in a loaded model: the module, what is replaced and why not, undo, failures."""
 
 from __future__ import annotations
 
