@@ -215,6 +215,12 @@ def replace(model: PreTrainedModel) -> None:
     layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().flip(0).contiguous())
 
 
+def exchange(model: PreTrainedModel) -> None:
+    """So that all that a graph reads is still there."""
+    one, other = model.model.layers[0].mlp, model.model.layers[1].mlp
+    one.up_proj, other.up_proj = other.up_proj, one.up_proj
+
+
 def retype(model: PreTrainedModel) -> None:
     model.half()
 
@@ -223,7 +229,7 @@ def move(model: PreTrainedModel) -> None:
     model.cpu().cuda()
 
 
-@pytest.mark.parametrize("change", [edit, replace, retype, move])
+@pytest.mark.parametrize("change", [edit, replace, exchange, retype, move])
 def test_nothing_stale_is_replayed(change):
     model, _ = bundled("tiny-qwen3")
     inputs, options = random_batch(model, 6, 11), {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}

@@ -154,6 +154,20 @@ def test_state_of_a_model(change):
     assert (models.state_of(model) == before) == (change == "nothing")
 
 
+def test_weights_are_told_without_being_kept():
+    model = small_model("qwen3")
+    weights = models.Weights(model)
+    assert weights.held()
+    swapped = model.model.layers
+    swapped[0].mlp, swapped[1].mlp = swapped[1].mlp, swapped[0].mlp
+    assert weights.held()  # their memory is: `state_of` sees the change
+    swapped[0].mlp.down_proj.weight.data = swapped[0].mlp.down_proj.weight.data.clone()
+    assert not weights.held()
+    weights = models.Weights(model)
+    del model.model.layers[2]
+    assert not weights.held()
+
+
 def test_processors_see_the_history(on_cpu):
     compared(small_model("qwen3"), left_padded(7, 3), repetition_penalty=1.7, max_new_tokens=40)
     without_prompt = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=6)])

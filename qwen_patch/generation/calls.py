@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -37,7 +39,8 @@ MODEL_KWARGS = {
 }  # fmt: skip
 
 
-class Call(NamedTuple):
+@dataclass
+class Call:
     """What generate gives its sampling loop."""
 
     input_ids: torch.Tensor  # [B, T]
@@ -48,40 +51,36 @@ class Call(NamedTuple):
     streamer: Any
     model_kwargs: dict[str, Any]
 
-    @property
-    def starts(self) -> list[int]:
-        """How many tokens of padding each row has on the left."""
-        mask = self.model_kwargs.get("attention_mask")
-        return [0] * len(self.input_ids) if mask is None else (mask != 0).long().argmax(-1).tolist()
+    @cached_property
+    def starts(self) -> list[int] | None:
+        """How many tokens of padding each row has on the left; None if mask or positions are not those of that.
+
+        Found on the host, which waits for one copy: each of these small steps would be a launch on the GPU.
+        """
+        mask, positions = self.model_kwargs.get("attention_mask"), self.model_kwargs.get("position_ids")
+        rows, width = self.input_ids.shape
+        if mask is None and positions is None:
+            return [0] * rows
+        if mask is not None and mask.shape != self.input_ids.shape:
+            return None
+        seen = torch.ones(rows, width, dtype=torch.bool, device="cpu") if mask is None else (mask != 0).cpu()
+        wrong = (seen[:, 1:] < seen[:, :-1]).any() or not seen[:, -1].all()
+        if positions is not None:
+            wrong = wrong or ((positions.cpu() != seen.long().cumsum(-1) - 1) & seen).any()
+        return None if wrong else (width - seen.sum(-1)).tolist()
 
 
 def cache_of(model_kwargs: dict[str, Any]) -> Any:
     return next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
 
 
-def _against_padding(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
-    """Why the mask or the positions are not those of padding on the left, which is all that the runtime knows."""
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is None and positions is None:
-        return None
-    if mask is not None and mask.shape != input_ids.shape:
-        return "the attention mask is not of the prompt's shape"
-    seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
-    wrong = (seen[:, 1:] < seen[:, :-1]).any() | ~seen[:, -1:].all()
-    if positions is not None:
-        wrong |= ((positions != seen.long().cumsum(-1) - 1) & seen).any()
-    return "the attention mask or the positions are not those of padding on the left" if bool(wrong) else None
-
-
-def reason_against_call(device: torch.device, call: Call) -> str | None:
-    """Why the runtime can't take this call, of a model on `device`; None if it can."""
+def reason_against_call(call: Call) -> str | None:
+    """Why the runtime can't take this call; None if it can."""
     input_ids, processors, criteria, config, model_kwargs = (
         call.input_ids, call.processors, call.criteria, call.config, call.model_kwargs
     )  # fmt: skip
     if torch.compiler.is_compiling():
         return "it is being compiled"
-    if input_ids.device != device:
-        return f"the prompt is on {input_ids.device}, the model on {device}"
     if len(input_ids) > MAX_ROWS:
         return f"{len(input_ids)} sequences at once: the runtime takes up to {MAX_ROWS}"
     if input_ids.shape[1] == 0:
@@ -118,8 +117,8 @@ def reason_against_call(device: torch.device, call: Call) -> str | None:
         return f"the cache is a {type(cache).__name__}, not the default one"
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0:
         return "a cache was given"
-    if (reason := _against_padding(input_ids, model_kwargs)) is not None:
-        return reason
+    if call.starts is None:
+        return "the attention mask or the positions are not those of padding on the left"
     other = next((k for k, v in model_kwargs.items() if k not in MODEL_KWARGS and v is not None), None)
     if other is not None:
         return f"{other} was given"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,17 @@ def state_of(model: nn.Module) -> list[Any]:
                 state.append((tensor.data_ptr(), version_of(tensor)))
     state.append({getattr(cls, "stock", cls).forward for cls in classes})
     return state
+
+
+class Weights:
+    """Where a model's weights lie, told without keeping them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places = [(weakref.ref(parameter), parameter.data_ptr()) for parameter in model.parameters()]
+
+    def held(self) -> bool:
+        """Whether what lies there is still the same parameters': a graph may read it."""
+        return all((weight := parameter()) is not None and weight.data_ptr() == at for parameter, at in self.places)
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:

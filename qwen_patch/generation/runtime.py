@@ -15,7 +15,7 @@ from torch import nn
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from .calls import Call, reason_against_call
-from .models import buffers_of, reason_against_config, reason_against_model, state_of
+from .models import Weights, buffers_of, reason_against_config, reason_against_model, state_of
 from .session import BURST, Session, choose, kept_by_graphs
 
 logger = logging.getLogger("qwen_patch")
@@ -28,9 +28,10 @@ NO_MEMORY = "no memory for the decode runtime"
 class Known(NamedTuple):
     """A model's state, what holds its buffers' addresses, and what follows from it."""
 
-    state: list[Any] | None
+    state: list[Any]
     buffers: list[torch.Tensor]
     reason: str | None
+    weights: Weights | None  # where there is no reason
 
 
 class Runtime:
@@ -38,7 +39,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.sessions: OrderedDict[Any, Session] = OrderedDict()
-        self.known = self.known_to_sessions = Known(None, [], None)
+        self.known: Known | None = None  # of the model that the sessions are of
         self.lock = threading.RLock()
         self.busy = False  # seen true only by a call from within a call, of a streamer say
         self.finished: torch.cuda.Event | None = None  # the GPU's work for the last call
@@ -47,33 +48,20 @@ class Runtime:
 
     def run(self, model: nn.Module, call: Call) -> torch.Tensor | None:
         """What generate's sampling loop returns; None where Transformers' own is to run, for `last_reason`."""
-        known = self._known(model)
-        device = model.get_input_embeddings().weight.device if known.reason is None else None
-        reason = reason_against_config(model) or known.reason or reason_against_call(device, call)
+        reason = reason_against_config(model) or reason_against_call(call)
         if reason is None:
             # A second thread waits here: the buffers are one batch's.
-            with self._turn(device) as free:
-                if free and (session := self._started(model, known, call)) is not None:
+            with self._turn(call.input_ids.device) as free:
+                rows = _Rows(call)  # what it asks the GPU for would later wait for the prompt
+                session, reason = self._started(model, call) if free else (None, "it was called by a call under way")
+                if session is not None:
                     self.last_reason = None
-                    return _decode(session, call)
-                reason = NO_MEMORY if free else "it was called by a call under way"
+                    return _decode(session, rows, call.streamer)
         self.last_reason = reason
         if reason not in self.told:
             self.told.add(reason)
             logger.info("generate runs Transformers' own loop: %s", reason)
         return None
-
-    def _known(self, model: nn.Module) -> Known:
-        state, known = state_of(model), self.known
-        if state != known.state:
-            known = self.known = Known(state, buffers_of(model), reason_against_model(model))
-            if known.reason is not None and self.lock.acquire(blocking=False):  # else a call under way needs them
-                try:
-                    if not self.busy:
-                        self.sessions.clear()
-                finally:
-                    self.lock.release()
-        return known
 
     @contextmanager
     def _turn(self, device: torch.device) -> Iterator[bool]:
@@ -89,41 +77,77 @@ class Runtime:
                     torch.cuda.current_stream().wait_event(self.finished)
                 yield True
             finally:
-                self.finished = torch.cuda.current_stream().record_event() if on_gpu else None
+                if on_gpu:
+                    self.finished = torch.cuda.current_stream().record_event()
                 self.busy = False
 
-    def _started(self, model: nn.Module, known: Known, call: Call) -> Session | None:
-        """A session that has taken the prompt and chosen the first tokens; None if there is no memory for it."""
+    def _started(self, model: nn.Module, call: Call) -> tuple[Session | None, str | None]:
+        """A session that has taken the prompt and chosen the first tokens; or why there is none."""
         try:
-            session = self._session(model, known, call)
-            logits = session.start(call.input_ids, call.starts, call.processors)
-            scores = call.processors(call.input_ids, logits.to(torch.float32, copy=True))
-            session.put(choose(scores, session.do_sample))
-            return session
+            # The GPU takes the prompt while the host looks whether the model is still what it was. If it is not, the
+            # sessions are gone, and what this one has computed.
+            ready = self._ready(call)
+            logits = None if ready is None else ready.start(call.input_ids, call.starts, call.processors)
+            if (reason := self._reason_against(model, call)) is not None:
+                return None, reason
+            session = self._session(model, call)
+            if session is not ready:
+                logits = session.start(call.input_ids, call.starts, call.processors)
+            if call.processors or session.do_sample:
+                logits = call.processors(call.input_ids, logits.to(torch.float32, copy=True))
+            session.put(choose(logits, session.do_sample))
+            return session, None
         except torch.OutOfMemoryError as error:
             self.sessions.clear()
             if NO_MEMORY not in self.told:
                 self.told.add(NO_MEMORY)
                 logger.warning("generate runs Transformers' own loop: %s (%s)", NO_MEMORY, error)
-            return None
+            return None, NO_MEMORY
 
-    def _session(self, model: nn.Module, known: Known, call: Call) -> Session:
-        """Of the call's rows, with room for its tokens: one from before, if the model is still what it was."""
-        if known.state != self.known_to_sessions.state:
+    def _ready(self, call: Call) -> Session | None:
+        """The call's session, if it is there and has a graph for the prompt whose weights are still where they were."""
+        session = self.sessions.get(_key(call))
+        if (
+            session is None
+            or not session.replays(call.input_ids.shape[1] - min(call.starts))
+            or session.tokens.device != call.input_ids.device
+        ):
+            return None
+        return session if self.known.weights.held() else None
+
+    def _reason_against(self, model: nn.Module, call: Call) -> str | None:
+        """Why the runtime can't run this model; where it has changed, its sessions end."""
+        state = state_of(model)
+        if self.known is None or state != self.known.state:
             self.sessions.clear()
-            self.known_to_sessions = known
-        rows, width = call.input_ids.shape
-        capacity = SMALLEST_CAPACITY
-        while capacity < max(call.criteria.max_length, width + 1):
-            capacity *= 2
-        key = (rows, capacity, call.config.do_sample, _signature(call))
+            reason = reason_against_model(model)
+            self.known = Known(state, buffers_of(model), reason, None if reason else Weights(model))
+        if self.known.reason is not None:
+            return self.known.reason
+        device = model.get_input_embeddings().weight.device
+        if device != call.input_ids.device:
+            return f"the prompt is on {call.input_ids.device}, the model on {device}"
+        return None
+
+    def _session(self, model: nn.Module, call: Call) -> Session:
+        """Of the call's rows, with room for its tokens: one from before, or a new one."""
+        key = _key(call)
         found = self.sessions.pop(key, None)
         if found is None:
             while len(self.sessions) >= MAX_SESSIONS:
                 self.sessions.popitem(last=False)
-            found = Session(model, rows, capacity, call.processors, call.config.do_sample)
+            found = Session(model, key[0], key[1], call.processors, call.config.do_sample)
         self.sessions[key] = found
         return found
+
+
+def _key(call: Call) -> tuple:
+    """Calls of one key can share a session: its rows, its capacity, its captured choice of tokens."""
+    rows, width = call.input_ids.shape
+    capacity = SMALLEST_CAPACITY
+    while capacity < max(call.criteria.max_length, width + 1):
+        capacity *= 2
+    return rows, capacity, call.config.do_sample, _signature(call)
 
 
 def _signature(call: Call) -> tuple:
@@ -132,17 +156,16 @@ def _signature(call: Call) -> tuple:
     return tuple((type(p), *sorted((k, repr(v)) for k, v in vars(p).items())) for p in kept)
 
 
-def _decode(session: Session, call: Call) -> torch.Tensor:
+def _decode(session: Session, rows: _Rows, streamer: Any) -> torch.Tensor:
     """The rest of generate's sampling loop: returns input_ids with the new tokens, as it does."""
-    rows = _Rows(call)
     for tokens in _tokens(session, rows.room):
         shown = rows.add(tokens)
-        if call.streamer is not None:
-            call.streamer.put(shown)
+        if streamer is not None:
+            streamer.put(shown)
         if rows.done:
             break
-    if call.streamer is not None:
-        call.streamer.end()
+    if streamer is not None:
+        streamer.end()
     return rows.result()
 
 

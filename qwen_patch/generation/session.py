@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
 from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step, exchange_words
@@ -97,11 +96,11 @@ class Session:
             self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
             self.cache = torch.empty(sizes.layers, 2, rows, sizes.kv_heads, capacity, sizes.head_dim, dtype=dtype)
             self.prompt = torch.zeros(max(MAX_CAPTURED_TOKENS, rows), dtype=torch.int64)
-            self.last = torch.zeros(rows, dtype=torch.int64)
+            self.at = torch.zeros(1 + rows, dtype=torch.int32)  # of the prompt: its width, each row's length
             self.state = torch.zeros(2 + rows, dtype=torch.int32)
             self.tokens = torch.zeros(rows, dtype=torch.int64)
             self.history = torch.zeros(rows, capacity, dtype=torch.int64)
-            self.banned = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32)
+            self.banned, self.banned_now = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32), None
             self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
         # Why the steps are the plain forward's; None: they are `decode_step`'s.
         self.no_kernel = reason_against_kernel(model, rows)
@@ -144,33 +143,44 @@ class Session:
         The logits are the session's: the next step writes over them.
         """
         width = prompt.shape[1]
-        left = torch.tensor(starts, device=prompt.device)
-        lengths = width - left
-        turned = prompt.gather(1, (torch.arange(width, device=prompt.device) + left[:, None]) % width)
-        self._take(turned[:, : width - min(starts)], lengths - 1)
+        lengths = [width - start for start in starts]
+        self.at.copy_(torch.tensor([width, *lengths], dtype=torch.int32, device="cpu"))
+        turned = prompt
+        if any(starts):
+            turned = prompt.gather(1, (torch.arange(width, device=prompt.device) - self.at[1:, None]) % width)
+        self._take(turned[:, : max(lengths)])
         if self.no_kernel is None:
             self.exchange.zero_()  # what parts of a longer context left there might pass for this one's (exchange.cuh)
         else:
             # The forward's attention multiplies what stands in the slots to come by zero: no inf, no NaN may be there.
-            unused = torch.arange(self.capacity, device=prompt.device) >= lengths[:, None]
+            unused = torch.arange(self.capacity, device=prompt.device) >= self.at[1:, None]
             self.cache.masked_fill_(unused[:, None, :, None], 0)
-        self.state[1] = width
-        self.state[2:] = lengths
-        self.banned.copy_(torch.tensor(banned_by(processors), dtype=torch.int32))
+        self.state[1:] = self.at
+        if (banned := banned_by(processors)) != self.banned_now:
+            self.banned.copy_(torch.tensor(banned, dtype=torch.int32, device="cpu"))
+            self.banned_now = banned
         self.history[:, :width] = prompt
         self.column = self.sent = width
         return self.logits
 
-    def _take(self, tokens: torch.Tensor, last: torch.Tensor) -> None:
+    def bucket_of(self, length: int) -> int | None:
+        """The length that prompts of so many tokens are padded to; None for those that run at their own."""
+        most = min(self.capacity, MAX_CAPTURED_TOKENS // self.rows)
+        return next((b for b in BUCKETS if length <= b <= most), None)
+
+    def replays(self, length: int) -> bool:
+        """Whether prompts of so many tokens have been captured."""
+        return self.bucket_of(length) in self.prompts
+
+    def _take(self, tokens: torch.Tensor) -> None:
         """Fills the cache, and `logits`, from prompts at position 0, padded on the right."""
-        self.last.copy_(last)
-        length, most = tokens.shape[1], min(self.capacity, MAX_CAPTURED_TOKENS // self.rows)
-        bucket = next((b for b in BUCKETS if length <= b <= most), None)
+        length = tokens.shape[1]
+        bucket = self.bucket_of(length)
         if bucket is None:
             self._prompt_work(tokens)
             return
         padded = self.prompt[: self.rows * bucket].view(self.rows, bucket)
-        padded.copy_(pad(tokens, (0, bucket - length)))
+        padded[:, :length] = tokens  # what earlier prompts left beyond it is padding
         if bucket in self.prompts:
             self.prompts[bucket].replay()
             return
@@ -184,8 +194,9 @@ class Session:
                 logger.warning("no memory for a graph of prompts of %d tokens: they run eagerly (%s)", bucket, error)
 
     def _prompt_work(self, tokens: torch.Tensor) -> None:
-        first = torch.zeros_like(self.last)
-        self.logits.copy_(forward(self.decoder, self.head, tokens, first, self.last, self.cache, self.cos, self.sin))
+        last = self.at[1:].long() - 1
+        first = torch.zeros_like(last)
+        self.logits.copy_(forward(self.decoder, self.head, tokens, first, last, self.cache, self.cos, self.sin))
 
     def put(self, tokens: torch.Tensor) -> None:
         """The first new tokens, which the prompt's logits gave."""
