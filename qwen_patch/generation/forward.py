@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 
 from ..ops import add_rms_norm, rms_norm, rope_kv_write, silu_mul
-from .graphs import together
 
 
 @torch.no_grad()
@@ -43,7 +39,7 @@ def forward(
             x, residual = x[row, last], residual[row, last]
         x = _linear(layer.self_attn.o_proj, x)
         x, residual = add_rms_norm(x, residual, layer.post_attention_layernorm.weight, eps)
-        x = _linear(layer.mlp.down_proj, silu_mul(*_linears((layer.mlp.gate_proj, layer.mlp.up_proj), x)))
+        x = _linear(layer.mlp.down_proj, silu_mul(_linear(layer.mlp.gate_proj, x), _linear(layer.mlp.up_proj, x)))
         norm = decoder.norm if number + 1 == len(layers) else layers[number + 1].input_layernorm
         x, residual = add_rms_norm(x, residual, norm.weight, eps)
     return linear(x, head)
@@ -59,11 +55,6 @@ def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return linear(x, module.weight, module.bias)
 
 
-def _linears(modules: Sequence[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
-    """Of one input, at the same time: the tokens of a short prompt do not fill a GPU with one of them."""
-    return together([partial(_linear, module, x) for module in modules], x.device)
-
-
 def _attend(
     attention: nn.Module,
     x: torch.Tensor,
@@ -76,7 +67,7 @@ def _attend(
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """What o_proj takes: [B, T, heads * D]."""
-    q, k, v = _linears((attention.q_proj, attention.k_proj, attention.v_proj), x)
+    q, k, v = (_linear(module, x) for module in (attention.q_proj, attention.k_proj, attention.v_proj))
     norms = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
     rotated = rope_kv_write(q, k, v, *norms, eps, cos, sin, first, keys, values)
     tokens, scale = q.shape[1], attention.scaling

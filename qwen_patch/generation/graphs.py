@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
 _taken = threading.Lock()  # of the streams below: one capture at a time
 
 
 @functools.cache
-def _stream(device: torch.device, branch: int = 0) -> torch.cuda.Stream:
-    """One a device and branch: the library for matrix products keeps 32 MiB for each stream it has once worked on."""
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: the library for matrix products keeps 32 MiB for each stream that it has once worked on."""
     return torch.cuda.Stream(device)
 
 
@@ -45,18 +44,3 @@ def capture(work: Callable[[], Any], device: torch.device, pool: Any) -> torch.c
             raise error.__context__ from None
         raise
     return graph
-
-
-def together(works: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
-    """What `works` return. Inside of `run_aside` and `capture` they are branches, which may run at the same time."""
-    if device.type != "cuda" or (here := torch.cuda.current_stream(device)) != _stream(device):
-        return [work() for work in works]
-    sides, results = [_stream(device, branch) for branch in range(1, len(works))], []
-    for side in sides:
-        side.wait_stream(here)
-    for stream, work in zip((here, *sides), works, strict=True):
-        with torch.cuda.stream(stream):
-            results.append(work())
-    for side in sides:
-        here.wait_stream(side)
-    return results
