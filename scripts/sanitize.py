@@ -24,9 +24,9 @@ from qwen_patch.loading import BUNDLED
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 # initcheck must see who wrote what, so it watches all kernels; its findings in other kernels than ours are not ours.
 OURS_ONLY = ["--kernel-name", "kns=qwen_patch"]
-# racecheck does not see that a warp's reads are over when, after __syncwarp, one of its lanes arrives at an mbarrier: it
-# reports a ring that is read so as a race, in a kernel of twenty lines too, and the same ring as none where each lane
-# arrives. decode_step's ring of weights is read so.
+# racecheck does not see that a warp's reads are over when, after __syncwarp, one of its lanes arrives at an mbarrier:
+# it reports a ring that is read so as a race, in a kernel of twenty lines too, and the same ring as none where each
+# lane arrives. decode_step's ring of weights is read so.
 WATCHED = {
     "memcheck": OURS_ONLY,
     "racecheck": [*OURS_ONLY, "--kernel-name-exclude", "kns=decode_step"],
