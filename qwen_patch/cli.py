@@ -1,4 +1,5 @@
-"""The commands: `qwen-patch demo | validate | bench | ops | plan | quantize | perplexity | doctor`, `validate_qwen`.
+"""The commands: `qwen-patch demo | validate | bench | ops | gemm | plan | quantize | perplexity | doctor`,
+`validate_qwen`.
 
 Exit status: 0 all well, 1 a check did not pass, 2 unusable input (one line on stderr says what and what to do).
 """
@@ -231,6 +232,55 @@ def ops(
         document = benchmark.run(where, dtypes, output, rounds, tuple(numbers(tokens)))
     title = f"ops on {document['environment']['device_name']}, copy {document['copy_gbps']:,.0f} GB/s"
     show_rows(console, title, document["rows"], benchmark.COLUMNS)
+
+
+@app.command()
+def gemm(
+    m: Annotated[str | None, typer.Option("-m", help="Tokens, comma-separated: 1,8,128.")] = None,
+    n: Annotated[str | None, typer.Option("-n", help="Output features, comma-separated.")] = None,
+    k: Annotated[
+        str | None, typer.Option("-k", help="Input features, comma-separated: every -n with every -k.")
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of -n and -k: 1472x4096x4096 (default), Qwen2.5-0.5B, Qwen2.5-7B, Qwen3-0.6B, Qwen3-8B."
+        ),
+    ] = None,
+    types: Annotated[
+        str, typer.Option(help="Comma-separated: fp32, bf16, w8a16 (int8 weights), w8a8 (activations too).")
+    ] = "fp32,bf16,w8a16,w8a8",
+    device: Device = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights and activations.")] = 0,
+    rounds: Annotated[int, typer.Option(min=2, help="Each times every linear once.")] = 15,
+    output: Output = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write PATH.json, and every result to PATH.safetensors, for --baseline.")
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="A saved run: count the elements that differ in any bit, and compare times.")
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Exit 1 where an op of ours differs from the baseline.")
+    ] = False,
+) -> None:
+    """Time linears in fp32, bf16 and int8 against torch's and torchao's, each first checked against float64.
+
+    A result beyond the error that its rounding allows is WRONG, is not timed, and makes the exit status 1.
+    """
+    from .benchmarks import gemm as benchmark
+    from .loading import UsageError, pick_device
+    from .report import show_gemm
+
+    with usage_errors():
+        if exact and baseline is None:
+            raise UsageError("--exact compares with a run that --baseline names")
+        sizes = [None if text is None else numbers(text) for text in (m, n, k)]
+        layers, kinds = benchmark.layers_of(shapes, *sizes), benchmark.types_of(types)
+        where = pick_device(device)
+        document = benchmark.run(where, layers, kinds, seed, rounds, output, save, baseline)
+    show_gemm(console, document)
+    raise typer.Exit(0 if benchmark.passed(document, exact) else 1)
 
 
 @app.command()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from .benchmarks import gemm
 from .benchmarks.generate import TERMINAL_COLUMNS, flat_rows
 from .benchmarks.results import cell
 from .plan import Plan
@@ -78,6 +80,21 @@ def show_bench(console: Console, document: dict[str, Any]) -> None:
     env = document["environment"]
     title = f"{document['model']}, {document['dtype']}, {env['device_name']}, copy {document['copy_gbps']:,.0f} GB/s"
     show_rows(console, title, flat_rows(document), TERMINAL_COLUMNS)
+
+
+def show_gemm(console: Console, document: dict[str, Any]) -> None:
+    """A table a shape, with half the distance of the quartiles beside each time; errors as shares of their bounds."""
+    for (M, N, K), rows in groupby(gemm.flat_rows(document), key=lambda row: row["shape"]):
+        shown = [row for row in rows if row["correct"] is not None]
+        for row in shown:
+            if row["correct"]:
+                low, high = row["us_quartiles"]
+                row["time"] = f"{cell(row['us'])} ±{(high - low) / 2 / row['us']:.0%}"
+        title = f"{shown[0]['layer']} M {M}, N {N}, K {K}".lstrip()
+        show_rows(console, title, shown, gemm.columns(document, gemm.TERMINAL_COLUMNS))
+    for note in gemm.notes(document):
+        console.print(note, highlight=False)
+    console.print(gemm.title(document), highlight=False)
 
 
 def show_examination(console: Console, found: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 #   measure.sh cpu|cuda checks OUT_DIR [REAL_MODEL_DIR]   validate_qwen on every model
 #   measure.sh cpu|cuda int8 OUT_DIR MODEL_DIR            generate and perplexity in int8, on a real model
 #   measure.sh cpu|cuda ops OUT_DIR                       every op at the shapes of real models
+#   measure.sh cpu|cuda gemm OUT_DIR [SET]                linears in fp32, bf16 and int8, at a square size and those of models
 #   measure.sh cuda decode OUT_DIR [SHAPE]                generate through the decode runtime against Transformers' own loop
 #                                                         and its compiled static cache; 90 s a shape on an H200
 #   measure.sh cuda long OUT_DIR                          the same on Qwen3-8B with 8 sequences, and after 8,064 tokens;
@@ -35,6 +36,14 @@ if [ "$part" = ops ]; then
     cpu) qwen_patch ops --device cpu --dtype float32,bfloat16,float16 --tokens 1,8,512 --rounds 9 --output "$out/ops" ;;
   esac
   exit
+fi
+
+if [ "$part" = gemm ]; then
+  failed=0
+  for shapes in ${subject:-1472x4096x4096 Qwen2.5-0.5B Qwen2.5-7B Qwen3-0.6B Qwen3-8B}; do
+    qwen_patch gemm --shapes "$shapes" --device "$device" --output "$out/gemm_$shapes" || failed=1
+  done
+  exit $failed
 fi
 
 if [ "$part" = int8 ]; then

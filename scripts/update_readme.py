@@ -234,6 +234,7 @@ TESTS_SHOWN = {
     "test_int8_checkpoints": "int8 checkpoints: round trips, damaged ones, offloading, the commands, perplexity",
     "test_cli": "the commands",
     "test_benchmarks": "the benchmarks' arithmetic",
+    "test_gemm": "the benchmark of linears: wrong ones are found, saved results are compared to the bit",
 }
 
 

@@ -126,8 +126,8 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype, rounds: int) -
         raise RuntimeError(f"{case.op} {case.shape} {dtype} is wrong by {errors['ours']} units in the last place")
 
     # Cold inputs: enough sets to push each out of the cache before its turn comes again, up to 64.
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 << 20
-    sets = [inputs(case, device, dtype) for _ in range(max(2, min(64, -(-4 * cache // cost.bytes))))]
+    wanted = -(-4 * timing.last_level_cache(device) // cost.bytes)
+    sets = [inputs(case, device, dtype) for _ in range(max(2, min(64, wanted)))]
 
     # ... and enough calls that starting a graph, some 10 us, does not count.
     turns = -(-(256 if cost.bytes < 1 << 20 else 16) // len(sets))

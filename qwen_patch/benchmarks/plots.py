@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .results import whole
+
 
 def plot_generate(document: dict[str, Any], path: Path) -> None:
     """Decode and end-to-end speed against stock, a group of bars a prompt length, with the 95% intervals."""
@@ -36,7 +38,6 @@ def plot_generate(document: dict[str, Any], path: Path) -> None:
     environment = document["environment"]
     figure.suptitle(f"{document['model']}, {document['dtype']}, {environment['device_name']}")
     figure.tight_layout()
-    part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, dpi=120, format="png")
-    part.replace(path)
+    with whole(path) as part:
+        figure.savefig(part, dpi=120, format="png")
     plt.close(figure)

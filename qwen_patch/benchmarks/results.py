@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -64,12 +66,21 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file in one step: a reader, or an interruption, never meets half of it."""
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to that becomes `path` in one step: a reader, or an interruption, never meets half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    with whole(path) as part:
+        part.write_text(text)
 
 
 def beside(output: Path, suffix: str) -> Path:
