@@ -13,7 +13,11 @@ from qwen_patch.quantization.format import quantize_rows
 
 DTYPES = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 ACTIVATIONS = pytest.mark.parametrize("activations", [False, True], ids=["w8a16", "w8a8"])
+WIDTHS = pytest.mark.parametrize("width", [136, 144])  # CUDA has another kernel where K is no multiple of 16
 SHAPES = [(M, N, K) for M in (1, 2, 7, 16, 33, 70) for N, K in ((35, 72), (64, 128), (1, 8), (97, 1000))]
+# Around the CUDA kernels' tiles, and beyond what a block has room for: M of 8, 16, 64 and 128, N of 16 to 256, K of one,
+# two and many groups, and not a multiple of 16.
+EDGES = [(8, 17, 64), (9, 130, 1040), (12, 9, 12288), (17, 257, 192), (65, 131, 200), (129, 257, 896), (260, 5, 4160)]
 
 
 def within_the_contract(found, states, weight, bias=None):
@@ -31,7 +35,7 @@ def within_the_contract(found, states, weight, bias=None):
 @DTYPES
 @ACTIVATIONS
 def test_int8_linear_is_within_its_bound_of_float64(device, dtype, activations):
-    for M, N, K in SHAPES:
+    for M, N, K in SHAPES + EDGES:
         x = torch.randn(M, K, device=device, dtype=dtype)
         values, scales = quantize(torch.randn(N, K, device=device))
         bias = torch.randn(N, device=device, dtype=dtype) if M % 2 else None
@@ -49,7 +53,7 @@ def test_small_linear_is_within_its_bound_of_float64(device, dtype):
         within_the_contract(ops.small_linear(x, weight, bias), x.double(), weight.double(), bias)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("tokens", [1, 3, 9, 40])
 def test_sums_of_int8_are_exact(device, tokens):
     """Every value +-127, the largest sums there are, and every scale a power of two: no sum rounds."""
     values = torch.full((37, 192), 127, dtype=torch.int8, device=device)
@@ -68,25 +72,27 @@ def test_sums_of_int8_are_exact(device, tokens):
 
 
 @DTYPES
-@pytest.mark.parametrize("tokens", [1, 2, 5, 20])
-def test_activations_are_quantized_to_the_bit(device, dtype, tokens):
+@WIDTHS
+@pytest.mark.parametrize("tokens", [1, 2, 5, 20, 150])
+def test_activations_are_quantized_to_the_bit(device, dtype, width, tokens):
     """With a weight of one 1 a row and 0 elsewhere, the results are the quantized activations themselves."""
-    x = torch.randn(tokens, 136, device=device, dtype=dtype)
+    x = torch.randn(tokens, width, device=device, dtype=dtype)
     x[0, 64:128] = torch.arange(-64, 0, device=device).to(dtype) * 127 / 64  # scale 1: many ties of rounding
-    x[-1, 128:] = torch.tensor([0.0, -0.0, 0.5, 1.5, 2.5, 127.0, -126.5, -0.5], device=device)
-    values, scales = torch.eye(136, device=device).to(torch.int8), torch.ones(136, 3, device=device)
+    x[-1, 128:136] = torch.tensor([0.0, -0.0, 0.5, 1.5, 2.5, 127.0, -126.5, -0.5], device=device)
+    values, scales = torch.eye(width, device=device).to(torch.int8), torch.ones(width, 3, device=device)
     expected = dequantize(*quantize_rows(x.float())).to(dtype)
     assert torch.equal(ops.int8_linear(x, values, scales, None, True), expected)
 
 
 @DTYPES
 @ACTIVATIONS
-@pytest.mark.parametrize("tokens", [1, 2, 5, 20])
-def test_what_is_not_finite_shows(device, dtype, activations, tokens):
-    values, scales = quantize(torch.randn(40, 136, device=device))
-    clean = torch.randn(tokens, 136, device=device, dtype=dtype)
+@WIDTHS
+@pytest.mark.parametrize("tokens", [1, 2, 5, 20, 150])
+def test_what_is_not_finite_shows(device, dtype, activations, width, tokens):
+    values, scales = quantize(torch.randn(40, width, device=device))
+    clean = torch.randn(tokens, width, device=device, dtype=dtype)
     for bad in (math.nan, math.inf, -math.inf):
-        for place in (0, 70, 135):
+        for place in (0, 70, width - 1):
             x = clean.clone()
             x[-1, place] = bad
             found = ops.int8_linear(x, values, scales, None, activations)
@@ -99,7 +105,7 @@ def test_what_is_not_finite_shows(device, dtype, activations, tokens):
     found = ops.int8_linear(clean, values, scales, None, activations)
     assert found[:, 3].isnan().all()
     assert found[:, 4:].isfinite().all()
-    small = ops.small_linear(clean[:16], torch.full((3, 136), math.nan, device=device, dtype=dtype))
+    small = ops.small_linear(clean[:16], torch.full((3, width), math.nan, device=device, dtype=dtype))
     assert small.isnan().all()
 
 
@@ -108,7 +114,7 @@ def test_what_is_not_finite_shows(device, dtype, activations, tokens):
 def test_int8_linear_of_extreme_values(device, dtype, activations):
     """Groups of zeros, of subnormals, and of the largest numbers beside small ones."""
     values, scales = quantize(torch.randn(33, 192, device=device))
-    for tokens in (1, 2, 5):
+    for tokens in (1, 2, 5, 40):
         x = torch.zeros(tokens, 192, device=device, dtype=dtype)
         assert not ops.int8_linear(x, values, scales, None, activations).any()
         x[:, 64] = torch.finfo(dtype).smallest_normal / 4
@@ -130,6 +136,21 @@ def test_more_tokens_than_one_buffer_holds(device):
         for row in (0, 63, 64, 130):
             one = ops.int8_linear(x[1, row], values, scales, None, activations)
             torch.testing.assert_close(found[1, row], one, rtol=1e-5, atol=1e-4)
+
+
+@DTYPES
+@ACTIVATIONS
+def test_memory_that_starts_anywhere(device, dtype, activations):
+    """Contiguous views that do not start on 16 bytes."""
+
+    def moved(t):
+        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+    for tokens in (3, 40):
+        x, values = torch.randn(tokens, 192, device=device, dtype=dtype), torch.randn(70, 192, device=device)
+        args = [x, *quantize(values), torch.randn(70, device=device)]
+        expected = ops.int8_linear(*args, activations)
+        assert torch.equal(ops.int8_linear(*map(moved, args), activations), expected)
 
 
 def test_quantize_is_the_nearest_of_the_format(device):
@@ -196,10 +217,11 @@ def test_quantize_refuses(device, weight, message):
     ],
     ids=lambda value: str(min(value)) if isinstance(value, dict) else None,
 )
-def test_int8_linear_refuses(changed, message):
+def test_int8_linear_refuses(device, changed, message):
     args = [torch.randn(3, 128), *quantize(torch.randn(5, 128)), torch.randn(5), False]
     for i, tensor in changed.items():
         args[i] = tensor
+    args = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
     with pytest.raises(RuntimeError, match=message):
         ops.int8_linear(*args)
 

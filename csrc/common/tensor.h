@@ -106,6 +106,18 @@ inline Tensor new_rows(const Tensor& x, int64_t N) {
   return new_like(x, x.dim(), size.data(), stride.data());
 }
 
+// Room for a kernel's own use, on x's device.
+inline Tensor new_bytes(const Tensor& x, int64_t count) {
+  int32_t device_type, device_index;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &device_index));
+  AtenTensorHandle handle;
+  int64_t stride = 1;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(1, &count, &stride, aoti_torch_dtype_uint8(), device_type, device_index, &handle));
+  return Tensor(handle);
+}
+
 // As new_like, with half of x's last dimension: the result of a packed op.
 inline Tensor new_half(const Tensor& x) { return new_rows(x, x.size(-1) / 2); }
 

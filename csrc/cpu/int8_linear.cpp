@@ -76,24 +76,8 @@ Kernel choose(int64_t M, ScalarType dtype, bool quantize_activations) {
   return {Form::FLOAT, rows_float};
 }
 
-void check(const Tensor& x, const Tensor& values, const Tensor& scales, const std::optional<Tensor>& bias) {
-  const char* op = "int8_linear";
-  check_dtype(op, x);
-  STD_TORCH_CHECK(values.scalar_type() == ScalarType::Char && scales.scalar_type() == ScalarType::Float, op,
-                  ": expects values int8 and scales float32, got ", describe(values), " and ", describe(scales));
-  STD_TORCH_CHECK(
-      x.dim() >= 1 && values.dim() == 2 && x.size(-1) == values.size(1) && x.size(-1) > 0 && x.size(-1) % 8 == 0, op,
-      ": expects x [..., K] and values [N, K] with K a multiple of 8, got ", describe(x), " and ", describe(values));
-  STD_TORCH_CHECK(
-      scales.dim() == 2 && scales.size(0) == values.size(0) && scales.size(1) == (values.size(1) + GROUP - 1) / GROUP,
-      op, ": expects scales [N, ceil(K / 64)], got ", describe(scales), " for values ", describe(values));
-  STD_TORCH_CHECK(x.device() == values.device() && x.device() == scales.device(), op,
-                  ": all tensors must be on one device");
-  if (bias) check_bias(op, x, values, *bias);
-}
-
 Tensor int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor> bias, bool quantize_activations) {
-  check(x, values, scales, bias);
+  check_int8_linear(x, values, scales, bias);
   x = as_contiguous(x);
   values = as_contiguous(values);
   scales = as_contiguous(scales);

@@ -7,7 +7,7 @@
 
 namespace qwen_patch::cpu {
 
-constexpr int64_t GROUP = 64;
+constexpr int64_t GROUP = INT8_GROUP;
 
 // A call's inputs, whatever the dtype of x. Rows of tokens are padded with zeros to whole groups.
 struct Int8Problem {

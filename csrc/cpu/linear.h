@@ -10,7 +10,7 @@
 #include <optional>
 #include <type_traits>
 
-#include "../common/tensor.h"
+#include "../common/linear.h"
 #include "simd.h"
 
 namespace qwen_patch::cpu {
@@ -62,13 +62,6 @@ QP_INLINE void finish_block(const float* y, const float* bias, T* out, int64_t t
       store(out + i, v, n);
     }
   }
-}
-
-inline void check_bias(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias) {
-  STD_TORCH_CHECK(bias.dim() == 1 && bias.size(0) == weight.size(0) && bias.device() == x.device() &&
-                      (bias.scalar_type() == x.scalar_type() || bias.scalar_type() == ScalarType::Float),
-                  op, ": expects bias [N] of x's dtype or float32 on its device, got ", describe(bias), " for x ",
-                  describe(x), " and a weight ", describe(weight));
 }
 
 inline std::optional<Scratch<float>> floats_of_bias(const std::optional<Tensor>& bias) {

@@ -76,18 +76,27 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// `shared`: bytes of dynamic shared memory.
 template <typename... Params, typename... Args>
-void launch(const char* op, void (*kernel)(Params...), dim3 grid, int block, cudaStream_t stream, Args... args) {
+void launch_with_shared(const char* op, void (*kernel)(Params...), dim3 grid, int block, int shared,
+                        cudaStream_t stream, Args... args) {
+  if (shared > 48 << 10) check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(block));
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = device_traits().major >= 9 ? 1 : 0;
   check(op, cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
+}
+
+template <typename... Params, typename... Args>
+void launch(const char* op, void (*kernel)(Params...), dim3 grid, int block, cudaStream_t stream, Args... args) {
+  launch_with_shared(op, kernel, grid, block, 0, stream, args...);
 }
 
 template <typename T>

@@ -93,6 +93,9 @@ def int8_linear(
     order. bf16 subnormals may count as zero. A NaN or an infinity in x makes every result of its token NaN or infinite
     (w8a8: NaN).
 
+    On CUDA, a float32 x with quantize_activations=False is the reference's own expression, at PyTorch's precision for
+    float32 products.
+
     x float32, bfloat16 or float16, any strides; values int8 [N, K], scales float32 [N, ceil(K / 64)]; one device.
     A new contiguous tensor. Differentiable in x and bias: through the dequantized weight, and straight through the
     rounding of x. Raises RuntimeError on other input.

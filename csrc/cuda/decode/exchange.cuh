@@ -7,7 +7,7 @@
 // short context leaves out are not: so the words are cleared where a new sequence starts (Session.start).
 #pragma once
 
-#include "numbers.cuh"
+#include "../numbers.cuh"
 
 namespace qwen_patch::cuda::decode {
 

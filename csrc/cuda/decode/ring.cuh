@@ -8,7 +8,7 @@
 // time: more only lengthens the queue at L2, in which the activations wait too.
 #pragma once
 
-#include "../common.cuh"
+#include "../ptx.cuh"
 
 namespace qwen_patch::cuda::decode {
 
@@ -22,48 +22,6 @@ constexpr int ROW_PITCH = 2 * CHUNK + 64;   // bytes
 constexpr int SLOT_BYTES = 8 * ROW_PITCH;
 
 __host__ __device__ constexpr int chunks_of(int columns) { return (columns + CHUNK - 1) / CHUNK; }
-
-// Shared memory by 32-bit address: half the registers of a pointer, and no doubt about the kind of memory.
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ uint4 load128(unsigned at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-  return v;
-}
-__device__ __forceinline__ uint2 load64(unsigned at) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
-  return v;
-}
-__device__ __forceinline__ void store64(unsigned at, uint2 v) {
-  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
-}
-
-__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ bool barrier_done(unsigned barrier, unsigned parity) {
-  unsigned done;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-#else
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-#endif
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done != 0;
-}
-__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
-#pragma unroll 1
-  while (!barrier_done(barrier, parity)) {
-  }
-}
 
 struct Ring {
   unsigned slots, barriers;  // shared addresses

@@ -1,9 +1,9 @@
 // Values of T, 16 bits, alone and as pairs in a register.
 #pragma once
 
-#include "../common.cuh"
+#include "common.cuh"
 
-namespace qwen_patch::cuda::decode {
+namespace qwen_patch::cuda {
 
 template <typename T>
 __device__ __forceinline__ unsigned bits_of(T x) {
@@ -38,6 +38,12 @@ __device__ __forceinline__ unsigned multiply2(unsigned a, unsigned b) {
   return reinterpret_cast<unsigned&>(v);
 }
 template <typename T>
+__device__ __forceinline__ unsigned add2(unsigned a, unsigned b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+  Pair v = __hadd2(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b));
+  return reinterpret_cast<unsigned&>(v);
+}
+template <typename T>
 __device__ __forceinline__ float2 unpack2(unsigned v) {
   return make_float2(to_float(value_of<T>(v & 0xffff)), to_float(value_of<T>(v >> 16)));
 }
@@ -46,4 +52,4 @@ __device__ __forceinline__ float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
-}  // namespace qwen_patch::cuda::decode
+}  // namespace qwen_patch::cuda

@@ -1,0 +1,77 @@
+// What only sm_90 has: tensor memory access, warpgroup products, registers handed from warps to warps.
+#pragma once
+
+#include "../ptx.cuh"
+
+namespace qwen_patch::cuda::int8 {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// A box of a map in shared memory, its bytes counted at `barrier`. x, y: of its first element, in elements; what lies
+// outside is zeros.
+__device__ __forceinline__ void load_box(unsigned to, const void* map, int x, int y, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+          "r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void load_bulk(unsigned to, const void* from, int bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+template <int N>
+__device__ __forceinline__ void registers_take() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+__device__ __forceinline__ void registers_give() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Rows of 128 bytes, in blocks of 8 rows, swizzled as load_box writes them; `at` on 1,024 bytes, or 32 bytes further
+// for each next step along a row.
+__device__ __forceinline__ uint64_t rows_of_128(unsigned at) {
+  constexpr uint64_t FIXED = 1ull << 16 | 64ull << 32 | 1ull << 62;
+  return FIXED | (at >> 4 & 0x3fff);
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// d (+)= A B of a warpgroup: A 64 x 32 and B 32 x 128 of int8, both rows along k in shared memory; sums exact.
+__device__ __forceinline__ void multiply_64x128(int (&d)[64], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"
+      "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"
+      "%57,%58,%59,%60,%61,%62,%63}, %64, %65, p;\n}"
+#define QP_D(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
+      : QP_D(0), QP_D(4), QP_D(8), QP_D(12), QP_D(16), QP_D(20), QP_D(24), QP_D(28), QP_D(32), QP_D(36), QP_D(40),
+        QP_D(44), QP_D(48), QP_D(52), QP_D(56), QP_D(60)
+#undef QP_D
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// Four 8 x 8 matrices of 16-bit values, as fragments of a product, into shared memory transposed; `at`: where this
+// lane's row of 16 bytes goes.
+__device__ __forceinline__ void store_transposed(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+#endif
+
+}  // namespace qwen_patch::cuda::int8

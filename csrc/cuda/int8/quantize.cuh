@@ -1,0 +1,66 @@
+// Tokens to int8, to the bit by the rule of quantization/format.py: for each 64 values of a token, scale = max|x| / 127
+// and code = x / scale rounded to even, both divisions in fp32.
+// Bytes an element of x of size s: s read, 1 written, 1/16 of scales: bound by memory.
+// Mapping: 8 values a lane, 8 lanes a group, 4 groups a warp; a block has up to 8 warps of one token.
+// A group with a NaN or an infinity has scale NaN and codes 0. Codes beyond K, up to whole groups, are 0.
+#pragma once
+
+#include "codes.cuh"
+
+namespace qwen_patch::cuda::int8 {
+
+constexpr int QUANTIZE_WARPS = 8;
+
+// The calling lane's 8 values, `x` on, of a group that 8 neighbours share; zeros where `there` is false. Gives back the
+// group's scale, and the 8 codes. All 32 lanes of a warp call it.
+template <typename T>
+__device__ __forceinline__ float quantize_8(const T* x, bool there, uint2& codes) {
+  constexpr int PACKS = 8 / PACK<T>;
+  Pack<T, PACK<T>> raw[PACKS] = {};
+  if (there) {
+#pragma unroll
+    for (int i = 0; i < PACKS; ++i) raw[i] = reinterpret_cast<const Pack<T, PACK<T>>*>(x)[i];
+  }
+  float v[8];
+  unsigned largest = 0;  // as bits: NaN is beyond infinity, and no comparison passes over it
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i] = to_float(raw[i / PACK<T>].v[i % PACK<T>]);
+    largest = max(largest, __float_as_uint(v[i]) & 0x7fffffff);
+  }
+#pragma unroll
+  for (int apart = 4; apart; apart /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, apart));
+  float scale = largest < 0x7f800000 ? __fdiv_rn(__uint_as_float(largest), 127.f) : __uint_as_float(0x7fffffff);
+  unsigned packed[2] = {};
+  if (scale > 0.f) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      // The clamp is for groups so small that their scale is subnormal and rounds to much less than max|x| / 127.
+      int code = __float2int_rn(fminf(127.f, fmaxf(-127.f, __fdiv_rn(v[i], scale))));
+      packed[i / 4] |= (static_cast<unsigned>(code) & 0xff) << (i % 4 * 8);
+    }
+  }
+  codes = make_uint2(packed[0], packed[1]);
+  return scale;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(32 * QUANTIZE_WARPS)
+    quantize_tokens(const T* x, int8_t* codes, float* scales, int K, int G) {
+  wait_for_previous();
+  int m = blockIdx.x, g = (blockIdx.y * blockDim.x + threadIdx.x) / 8, k = g * GROUP + threadIdx.x % 8 * 8;
+  uint2 packed;
+  float scale = quantize_8(x + static_cast<int64_t>(m) * K + k, k < K, packed);
+  if (g >= G) return;
+  *reinterpret_cast<uint2*>(codes + static_cast<int64_t>(m) * G * GROUP + k) = packed;
+  if (threadIdx.x % 8 == 0) scales[scale_at(m, g, G)] = scale;
+}
+
+template <typename T>
+void launch_quantize(const T* x, int8_t* codes, float* scales, int M, int K, int G, cudaStream_t stream) {
+  int warps = (G + 3) / 4, block = warps < QUANTIZE_WARPS ? warps : QUANTIZE_WARPS;
+  dim3 grid(static_cast<unsigned>(M), static_cast<unsigned>((warps + block - 1) / block));
+  launch(OP, quantize_tokens<T>, grid, 32 * block, stream, x, codes, scales, K, G);
+}
+
+}  // namespace qwen_patch::cuda::int8
