@@ -15,8 +15,8 @@ DTYPES = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: str(d).remov
 ACTIVATIONS = pytest.mark.parametrize("activations", [False, True], ids=["w8a16", "w8a8"])
 WIDTHS = pytest.mark.parametrize("width", [136, 144])  # CUDA has another kernel where K is no multiple of 16
 SHAPES = [(M, N, K) for M in (1, 2, 7, 16, 33, 70) for N, K in ((35, 72), (64, 128), (1, 8), (97, 1000))]
-# Around the CUDA kernels' tiles, and beyond what a block has room for: M of 8, 16, 64 and 128, N of 16 to 256, K of one,
-# two and many groups, and not a multiple of 16.
+# Around the CUDA kernels' tiles, and beyond what a block has room for: M of 8, 16, 64 and 128, N of 16 to 256, K of one
+# group, of two and of many, and not a multiple of 16.
 EDGES = [(8, 17, 64), (9, 130, 1040), (12, 9, 12288), (17, 257, 192), (65, 131, 200), (129, 257, 896), (260, 5, 4160)]
 
 
