@@ -24,7 +24,9 @@ struct Tiles {
   static constexpr int MT = BM / WARPS_M / 16, NT = TILE_N / WARPS_N / 8;
   static constexpr int X_PITCH = QUANTIZED ? GROUP : 2 * GROUP + 16;  // reads of 8 lanes meet no bank twice
   static constexpr int STAGE = BM * X_PITCH + TILE_N * GROUP;
-  static constexpr int SHARED = TILE_STAGES * STAGE;
+  static constexpr int OUT_PITCH = TILE_N + PACK<T>;
+  static constexpr int OUT = BM * OUT_PITCH * static_cast<int>(sizeof(T));  // takes the stages' place
+  static constexpr int SHARED = TILE_STAGES * STAGE > OUT ? TILE_STAGES * STAGE : OUT;
   static_assert(BM == 128 || BM == 32);
 
   const Problem<X>& p;
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 1) tile_of_tokens(Problem<X> p, 
             static_cast<int>(blockIdx.x / tiles_m) * TILE_N, static_cast<int>(threadIdx.x)};
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g8 = lane >> 2, t4 = lane & 3;
   int m_warp = warp % Tile::WARPS_M * (MT * 16), n_warp = warp / Tile::WARPS_M * (NT * 8);
-  int m_lane = tile.m0 + m_warp + g8, n_lane = tile.n0 + n_warp + 2 * t4;  // of its first result
+  int m_lane = tile.m0 + m_warp + g8, n_lane = tile.n0 + n_warp + 2 * t4;  // of the lane's first result
   float y[MT][NT][4] = {};
 #pragma unroll
   for (int g = 0; g < TILE_STAGES - 1; ++g) tile.fetch(g);
@@ -146,21 +148,40 @@ __global__ void __launch_bounds__(TILE_THREADS, 1) tile_of_tokens(Problem<X> p, 
         }
   }
   copies_wait<0>();
+  __syncthreads();
+  T* results = reinterpret_cast<T*>(shared);
 #pragma unroll
-  for (int j = 0; j < NT; ++j)
+  for (int j = 0; j < NT; ++j) {
+    int n = n_warp + 8 * j + 2 * t4;
+    float bias[2];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      int n = n_lane + 8 * j + c;
-      if (n >= p.N) continue;
-      float bias = bias_at<T>(p, n);
+    for (int c = 0; c < 2; ++c) bias[c] = bias_at<T>(p, min(tile.n0 + n + c, p.N - 1));
 #pragma unroll
-      for (int i = 0; i < MT; ++i)
+    for (int i = 0; i < MT; ++i)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          int m = m_lane + 16 * i + 8 * h;
-          if (m < p.M) out[static_cast<int64_t>(m) * p.N + n] = from_float<T>(y[i][j][2 * h + c] + bias);
-        }
+      for (int h = 0; h < 2; ++h) {
+        T* at = results + (m_warp + 16 * i + 8 * h + g8) * Tile::OUT_PITCH + n;
+        Pack<T, 2> pair = {from_float<T>(y[i][j][2 * h] + bias[0]), from_float<T>(y[i][j][2 * h + 1] + bias[1])};
+        *reinterpret_cast<Pack<T, 2>*>(at) = pair;
+      }
+  }
+  __syncthreads();
+  using Out = Pack<T, PACK<T>>;
+  constexpr int PACKS = TILE_N / PACK<T>;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < BM * PACKS; i += TILE_THREADS) {
+    int m = tile.m0 + i / PACKS, n = tile.n0 + i % PACKS * PACK<T>;
+    if (m >= p.M || n >= p.N) continue;
+    T* to = out + static_cast<int64_t>(m) * p.N + n;
+    Out v = *reinterpret_cast<const Out*>(results + i / PACKS * Tile::OUT_PITCH + i % PACKS * PACK<T>);
+    if (p.N % PACK<T> == 0) {
+      *reinterpret_cast<Out*>(to) = v;
+    } else {
+#pragma unroll
+      for (int e = 0; e < PACK<T>; ++e)
+        if (n + e < p.N) to[e] = v.v[e];
     }
+  }
 }
 
 constexpr int SMALL_TILE_UP_TO = 64;  // tokens
