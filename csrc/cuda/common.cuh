@@ -67,8 +67,9 @@ inline DeviceTraits device_traits() {
 
 // Programmatic dependent launch (sm_90): a kernel is put on the multiprocessors while the one before it in the stream
 // runs out, and waits there. Every kernel launched through launch() must call wait_for_previous() before its first
-// access to memory, loads included: what it reads may just be being written, what it writes may just be being read. It
-// then lets the next kernel come up in the same way. In a CUDA graph this takes most of a microsecond off each kernel.
+// access to memory, loads included: what it reads may just be being written, what it writes may just be being read.
+// (The one exception: int8_linear's codes, which no kernel launched so writes.) It then lets the next kernel come up in
+// the same way. In a CUDA graph this takes most of a microsecond off each kernel.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -68,6 +68,14 @@ bool run_few(Problem<T> p, T* out, cudaStream_t stream) {
   return true;
 }
 
+template <typename X, typename T>
+void run_many(const Problem<X>& p, T* out, cudaStream_t stream) {
+  if (device_traits().major == 9 && p.K % 16 == 0)
+    launch_hopper<X, T>(p, out, stream);
+  else
+    launch_tiles<T, X>(p, out, stream);
+}
+
 template <typename T>
 void run_quantized(const Problem<T>& p, const Tensor& x, T* out, cudaStream_t stream) {
   if (p.M <= FEW_TOKENS && run_few<true>(p, out, stream)) return;
@@ -77,10 +85,7 @@ void run_quantized(const Problem<T>& p, const Tensor& x, T* out, cudaStream_t st
   float* x_scales = reinterpret_cast<float*>(codes + p.M * pitch);
   launch_quantize<T>(p.x, codes, x_scales, p.M, p.K, p.G, stream);
   Problem<int8_t> q = {p.values, p.scales, codes, pitch, x_scales, p.bias, p.bias_is_float, p.M, p.N, p.K, p.G};
-  if (device_traits().major == 9 && q.K % 16 == 0)
-    launch_hopper<T>(q, out, stream);
-  else
-    launch_tiles<T, int8_t>(q, out, stream);
+  run_many(q, out, stream);
 }
 
 Tensor int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor> bias, bool quantize_activations) {
@@ -101,7 +106,7 @@ Tensor int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor>
     } else if constexpr (std::is_same_v<T, float>) {
       return in_float32(x, values, scales, bias);
     } else if (p.M > FEW_TOKENS || !run_few<false>(p, y, stream)) {
-      launch_tiles<T, T>(p, y, stream);
+      run_many<T, T>(p, y, stream);
     }
   });
   return out;

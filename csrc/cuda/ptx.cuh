@@ -19,6 +19,11 @@ __device__ __forceinline__ uint2 load64(unsigned at) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
   return v;
 }
+__device__ __forceinline__ unsigned load16(unsigned at) {
+  unsigned short v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
+}
 __device__ __forceinline__ void store64(unsigned at, uint2 v) {
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
 }

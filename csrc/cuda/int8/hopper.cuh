@@ -9,23 +9,21 @@
 // Limits: K a multiple of 16.
 #pragma once
 
-#include <cudaTypedefs.h>
-
-#include "codes.cuh"
-#include "hopper_ptx.cuh"
+#include "hopper_memory.cuh"
 
 namespace qwen_patch::cuda::int8 {
 
 constexpr int HOPPER_TOKENS = 128;
 constexpr int BAND = 16;  // tiles of tokens that share the weights' way through L2
 
-template <int WARPGROUPS_, int HALVES_, int STAGES_>
+template <typename X_, int WARPGROUPS_, int HALVES_, int STAGES_>
 struct HopperShape {
+  using X = X_;
+  static constexpr bool QUANTIZED = sizeof(X) == 1;
   static constexpr int WARPGROUPS = WARPGROUPS_, HALVES = HALVES_, STAGES = STAGES_;
   static constexpr int ROWS = WARPGROUPS * HALVES * 64, THREADS = 128 * (WARPGROUPS + 1);
-  static constexpr int W_BYTES = ROWS * 2 * GROUP, X_BYTES = HOPPER_TOKENS * 2 * GROUP;
-  static constexpr int SCALE_BYTES = HOPPER_TOKENS * 4;  // of a group
-  static constexpr int OUT_PITCH = 64 * 2 + 16;          // a token's 64 results, rows in different banks
+  static constexpr int W_BYTES = ROWS * 2 * GROUP, X_BYTES = HOPPER_TOKENS * 2 * GROUP * sizeof(X);
+  static constexpr int SCALE_BYTES = QUANTIZED ? HOPPER_TOKENS * 4 : 0;  // of a group
   // Shared memory, from an address on 1,024 bytes.
   static constexpr int X_AT = STAGES * W_BYTES, SCALES_AT = X_AT + STAGES * X_BYTES;
   static constexpr int OUT_AT = SCALES_AT + STAGES * 2 * SCALE_BYTES;
@@ -47,9 +45,19 @@ struct HopperTiles {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// y += sums of a group, times the scales of this thread's two rows and 32 tokens.
-__device__ __forceinline__ void add_scaled(float (&y)[64], const int (&sums)[64], unsigned of_tokens, float a,
-                                           float b) {
+// y += the products of a group, 64 weight rows from `w` on by 128 tokens from `x` on, times the scales of this thread's
+// two rows, a and b, and of its tokens. `meanwhile` runs while the products do.
+template <typename F>
+__device__ __forceinline__ void add_products(float (&y)[64], unsigned w, unsigned x, unsigned of_tokens, float a,
+                                             float b, F&& meanwhile) {
+  int sums[64];
+  uint64_t w_rows = rows_of_128(w), x_rows = rows_of_128(x);
+  products_begin();
+  multiply_64x128(sums, w_rows, x_rows, false);
+  multiply_64x128(sums, w_rows + (32 >> 4), x_rows + (32 >> 4), true);
+  products_commit();
+  meanwhile();
+  products_wait();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     uint4 raw = load128(of_tokens + j * 64);
@@ -63,53 +71,40 @@ __device__ __forceinline__ void add_scaled(float (&y)[64], const int (&sums)[64]
   }
 }
 
-// Adds the bias to a warpgroup's 64 rows x 128 tokens, rounds, and writes them.
-template <typename T, typename Shape>
-__device__ __forceinline__ void finish(float (&y)[64], const Problem<int8_t>& p, T* out, int m, int n, unsigned shared,
-                                       int warpgroup, int thread) {
-  int warp = thread >> 5, lane = thread & 31, row = n + warp * 16 + (lane >> 2);
-  float a = row < p.N ? bias_at<T>(p, row) : 0.f, b = row + 8 < p.N ? bias_at<T>(p, row + 8) : 0.f;
-  if constexpr (sizeof(T) == 4) {
+// The same for tokens in T: the rows' codes, group `i` of the two in a row of 128 bytes, become T in registers.
+template <typename T, typename F>
+__device__ __forceinline__ void add_products(float (&y)[64], unsigned w, int i, unsigned x, int warp, int lane, float a,
+                                             float b, F&& meanwhile) {
+  int g8 = lane >> 2, t4 = lane & 3;
+  unsigned row = w + (warp * 16 + g8) * (2 * GROUP) + 2 * t4, codes[4][4];
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      int token = m + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), r = row + (i & 2) * 4;
-      if (token < p.M && r < p.N) out[static_cast<int64_t>(token) * p.N + r] = y[i] + (i & 2 ? b : a);
-    }
-  } else {
-    named_sync(1 + warpgroup, 128);  // the results before these have been read
-    unsigned to = shared + ((lane >> 4) * 8 + (lane & 7)) * Shape::OUT_PITCH + warp * 32 + (lane >> 3 & 1) * 16;
+  for (int s = 0; s < 4; ++s) {
+    unsigned at = row + (((4 * i + s) ^ g8) << 4);  // as load_box swizzles: pieces of 16 bytes, by the row
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float* v = y + 8 * j;
-      store_transposed(to + j * 16 * Shape::OUT_PITCH, pack2<T>(v[0] + a, v[1] + a), pack2<T>(v[2] + b, v[3] + b),
-                       pack2<T>(v[4] + a, v[5] + a), pack2<T>(v[6] + b, v[7] + b));
-    }
-    named_sync(1 + warpgroup, 128);
-    bool whole = p.N % 8 == 0;
-    int first = n + (thread & 7) * 8;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      int token = thread / 8 + 16 * i;
-      if (m + token >= p.M || first >= p.N) break;
-      uint4 v = load128(shared + token * Shape::OUT_PITCH + (thread & 7) * 16);
-      T* to_row = out + static_cast<int64_t>(m + token) * p.N + first;
-      if (whole) {
-        *reinterpret_cast<uint4*>(to_row) = v;
-      } else {
-        unsigned words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (first + e < p.N) to_row[e] = value_of<T>(words[e / 2] >> (e % 2 * 16) & 0xffff);
-      }
+    for (int r = 0; r < 2; ++r) {
+      unsigned lo = load16(at + r * (8 * 2 * GROUP)), hi = load16(at + r * (8 * 2 * GROUP) + 8);
+      unsigned word = __byte_perm(lo, hi, 0x5140);
+      codes[s][r] = even_codes<T>(word);
+      codes[s][r + 2] = odd_codes<T>(word);
     }
   }
+  float sums[64];
+  uint64_t x_rows = rows_of_128(x);
+  products_begin();
+#pragma unroll
+  for (int s = 0; s < 4; ++s) multiply_64x128<T>(sums, codes[s], x_rows + s * (32 >> 4), s > 0);
+  products_commit();
+  meanwhile();
+  products_wait();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) y[i] += sums[i] * (i & 2 ? b : a);
 }
 #endif
 
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::THREADS, 1)
     hopper_tokens(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
-                  Problem<int8_t> p, T* out, HopperTiles tiles) {
+                  Problem<typename Shape::X> p, T* out, HopperTiles tiles) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char unaligned[];
   unsigned shared = (shared_address(unaligned) + 1023) & ~1023u;
@@ -147,9 +142,16 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
         barrier_wait(empty + 8 * stage, parity ^ 1);  // a new barrier counts as past its odd phase
         barrier_expect(ready, Shape::W_BYTES + Shape::X_BYTES + scale_bytes);
         load_box(shared + stage * Shape::W_BYTES, &w_map, g * GROUP, n * Shape::ROWS, ready);
-        load_box(shared + Shape::X_AT + stage * Shape::X_BYTES, &x_map, g * GROUP, m * HOPPER_TOKENS, ready);
-        load_bulk(shared + Shape::SCALES_AT + stage * 2 * Shape::SCALE_BYTES,
-                  scales + static_cast<int64_t>(g) * HOPPER_TOKENS, scale_bytes, ready);
+        unsigned x = shared + Shape::X_AT + stage * Shape::X_BYTES;
+        constexpr int BOX = 2 * GROUP;  // columns of bytes
+        if constexpr (Shape::QUANTIZED) {
+          load_box(x, &x_map, g * GROUP, m * HOPPER_TOKENS, ready);
+          load_bulk(shared + Shape::SCALES_AT + stage * 2 * Shape::SCALE_BYTES,
+                    scales + static_cast<int64_t>(g) * HOPPER_TOKENS, scale_bytes, ready);
+        } else {
+          load_box(x, &x_map, g * BOX, m * HOPPER_TOKENS, ready);
+          load_box(x + HOPPER_TOKENS * BOX, &x_map, (g + 1) * BOX, m * HOPPER_TOKENS, ready);
+        }
         next();
       }
     }
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
   int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   unsigned w_at = shared + warpgroup * (Shape::HALVES * 64 * 2 * GROUP), x_at = shared + Shape::X_AT;
   unsigned scales_at = shared + Shape::SCALES_AT + (lane & 3) * 16;
-  unsigned my_out = shared + Shape::OUT_AT + warpgroup * HOPPER_TOKENS * Shape::OUT_PITCH;
+  unsigned my_out = shared + Shape::OUT_AT + warpgroup * HOPPER_TOKENS * OUT_PITCH;
   asm volatile("" : "+r"(scales_at), "+r"(full), "+r"(empty));  // kept, not computed anew for each group
   for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
     int m, n;
@@ -203,17 +205,16 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
         if (g + i == p.G) break;
 #pragma unroll
         for (int h = 0; h < Shape::HALVES; ++h) {
-          uint64_t w = rows_of_128(w_at + stage * Shape::W_BYTES + h * (64 * 2 * GROUP)) + i * (GROUP >> 4);
-          uint64_t x = rows_of_128(x_at + stage * Shape::X_BYTES) + i * (GROUP >> 4);
-          int sums[64];
-          products_begin();
-          multiply_64x128(sums, w, x, false);
-          multiply_64x128(sums, w + (32 >> 4), x + (32 >> 4), true);
-          products_commit();
-          if (i == 0 && h == 0) read_scales(g + 2);
-          products_wait();
-          unsigned of_tokens = scales_at + stage * (2 * Shape::SCALE_BYTES) + i * Shape::SCALE_BYTES;
-          add_scaled(y[h], sums, of_tokens, now[h][0][i], now[h][1][i]);
+          unsigned w = w_at + stage * Shape::W_BYTES + h * (64 * 2 * GROUP), x = x_at + stage * Shape::X_BYTES;
+          float a = now[h][0][i], b = now[h][1][i];
+          auto meanwhile = [&] {
+            if (i == 0 && h == 0) read_scales(g + 2);
+          };
+          if constexpr (Shape::QUANTIZED)
+            add_products(y[h], w + i * GROUP, x + i * GROUP, scales_at + (2 * stage + i) * Shape::SCALE_BYTES, a, b,
+                         meanwhile);
+          else
+            add_products<T>(y[h], w, i, x + i * (HOPPER_TOKENS * 2 * GROUP), warp, lane, a, b, meanwhile);
         }
       }
       __syncwarp();
@@ -221,66 +222,36 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
       next();
     }
 #pragma unroll
-    for (int h = 0; h < Shape::HALVES; ++h) finish<T, Shape>(y[h], p, out, m, n + h * 64, my_out, warpgroup, thread);
+    for (int h = 0; h < Shape::HALVES; ++h) finish(y[h], p, out, m, n + h * 64, my_out, warpgroup, thread);
   }
 #endif
 }
 
-// The driver's function that makes a tensor map; asked for by name, so that nothing links against the driver.
-inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static PFN_cuTensorMapEncodeTiled_v12000 found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-    check(OP, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
-#else
-    check(OP, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
-#endif
-    STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess, OP, ": the driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }();
-  return found;
-}
-
-// int8 [rows, columns], rows `pitch` bytes apart, in boxes of box_rows x 128.
-inline CUtensorMap map_of_rows(const int8_t* at, int64_t rows, int64_t columns, int64_t pitch, int box_rows) {
-  CUtensorMap map;
-  cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  cuuint64_t strides[1] = {static_cast<cuuint64_t>(pitch)};
-  cuuint32_t box[2] = {2 * GROUP, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  CUresult result = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<int8_t*>(at), sizes,
-                                         strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(result == CUDA_SUCCESS, OP, ": no tensor map for ", rows, " x ", columns, ": error ",
-                  static_cast<int>(result));
-  return map;
-}
-
 template <typename Shape, typename T>
-void launch_hopper_shape(const Problem<int8_t>& p, T* out, cudaStream_t stream) {
+void launch_hopper_shape(const Problem<typename Shape::X>& p, T* out, cudaStream_t stream) {
+  constexpr int SIZE = sizeof(typename Shape::X);
   HopperTiles tiles{(p.M + HOPPER_TOKENS - 1) / HOPPER_TOKENS, (p.N + Shape::ROWS - 1) / Shape::ROWS};
   int blocks = device_traits().multiprocessors, count = tiles.m_tiles * tiles.n_tiles;
   launch_with_shared(OP, hopper_tokens<T, Shape>, dim3(static_cast<unsigned>(count < blocks ? count : blocks)),
                      Shape::THREADS, Shape::SHARED, stream, map_of_rows(p.values, p.N, p.K, p.K, Shape::ROWS),
-                     map_of_rows(p.x, p.M, p.pitch, p.pitch, HOPPER_TOKENS), p, out, tiles);
+                     map_of_rows(p.x, p.M, p.pitch * SIZE, p.pitch * SIZE, HOPPER_TOKENS), p, out, tiles);
 }
 
-using Hopper128 = HopperShape<2, 1, 5>;
-using Hopper192 = HopperShape<3, 1, 4>;
-using Hopper256 = HopperShape<2, 2, 3>;
+template <typename X>
+using Hopper128 = HopperShape<X, 2, 1, sizeof(X) == 1 ? 5 : 3>;
+using Hopper256 = HopperShape<int8_t, 2, 2, 3>;  // in 16 bits it would be short of registers
 
-// The shape whose tiles fill the multiprocessors' last round best, weighted by its speed where all are full.
-template <typename T>
-void launch_hopper(const Problem<int8_t>& p, T* out, cudaStream_t stream) {
+// Tokens in int8, results in 16 bits: the shape whose tiles fill the multiprocessors' last round best.
+template <typename X, typename T>
+void launch_hopper(const Problem<X>& p, T* out, cudaStream_t stream) {
   int sms = device_traits().multiprocessors;
   auto share = [&](int rows) {
     int64_t tiles = static_cast<int64_t>((p.M + HOPPER_TOKENS - 1) / HOPPER_TOKENS) * ((p.N + rows - 1) / rows);
     return static_cast<double>(p.M) * p.N / static_cast<double>((tiles + sms - 1) / sms * sms * rows * HOPPER_TOKENS);
   };
-  if (share(256) >= share(128))
-    launch_hopper_shape<Hopper256>(p, out, stream);
-  else
-    launch_hopper_shape<Hopper128>(p, out, stream);
+  if constexpr (sizeof(X) == 1 && sizeof(T) == 2)
+    if (share(256) >= share(128)) return launch_hopper_shape<Hopper256>(p, out, stream);
+  launch_hopper_shape<Hopper128<X>>(p, out, stream);
 }
 
 }  // namespace qwen_patch::cuda::int8

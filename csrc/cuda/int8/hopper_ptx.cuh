@@ -49,20 +49,43 @@ __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
+#define QP_64                                                                                                         \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"    \
+  "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%" \
+  "58,"                                                                                                               \
+  "%59,%60,%61,%62,%63"
+#define QP_4(type, i) type(d[i]), type(d[i + 1]), type(d[i + 2]), type(d[i + 3])
+#define QP_16(type, i) QP_4(type, i), QP_4(type, i + 4), QP_4(type, i + 8), QP_4(type, i + 12)
+#define QP_ALL(type) QP_16(type, 0), QP_16(type, 16), QP_16(type, 32), QP_16(type, 48)
+
 // d (+)= A B of a warpgroup: A 64 x 32 and B 32 x 128 of int8, both rows along k in shared memory; sums exact.
 __device__ __forceinline__ void multiply_64x128(int (&d)[64], uint64_t a, uint64_t b, bool add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"
-      "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"
-      "%57,%58,%59,%60,%61,%62,%63}, %64, %65, p;\n}"
-#define QP_D(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
-      : QP_D(0), QP_D(4), QP_D(8), QP_D(12), QP_D(16), QP_D(20), QP_D(24), QP_D(28), QP_D(32), QP_D(36), QP_D(40),
-        QP_D(44), QP_D(48), QP_D(52), QP_D(56), QP_D(60)
-#undef QP_D
+      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" QP_64 "}, %64, %65, p;\n}"
+      : QP_ALL("+r")
       : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
+// The same of T, with A 64 x 16, in registers as a fragment of mma.m16n8k16 in each warp, and B 16 x 128.
+template <typename T>
+__device__ __forceinline__ void multiply_64x128(float (&d)[64], const unsigned (&a)[4], uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" QP_64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;\n}"
+        : QP_ALL("+f")
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+  else
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" QP_64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, 0;\n}"
+        : QP_ALL("+f")
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+#undef QP_64
+#undef QP_4
+#undef QP_16
+#undef QP_ALL
 
 // Four 8 x 8 matrices of 16-bit values, as fragments of a product, into shared memory transposed; `at`: where this
 // lane's row of 16 bytes goes.
