@@ -81,7 +81,7 @@ __device__ __forceinline__ void wait_for_previous() {
 template <typename... Params, typename... Args>
 void launch_with_shared(const char* op, void (*kernel)(Params...), dim3 grid, int block, int shared,
                         cudaStream_t stream, Args... args) {
-  if (shared > 48 << 10) check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  if (shared > 0) check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
