@@ -15,7 +15,6 @@ from torch import nn
 
 import qwen_patch
 from qwen_patch import PatchError, make_plan
-from qwen_patch.generation import models as runtime_models
 from qwen_patch.modules import Int8Linear, Patched
 from qwen_patch.modules import linear as linear_module
 from qwen_patch.quantization import convert
@@ -215,19 +214,6 @@ def test_a_tied_head_becomes_an_untied_copy_and_is_tied_again():
     qwen_patch.unpatch_model(model)
     assert model.lm_head.weight is embedding
     assert_same_state(state_of(model), before)
-
-
-def test_generate_goes_through_transformers_own_loop():
-    model = bf16()
-    qwen_patch.patch_model(model, quantize="int8")
-    assert runtime_models._of_modules(model) == (
-        "model.layers.0.self_attn.q_proj is int8, which the runtime does not take yet"
-    )
-    tokens = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert tokens.shape == (2, 14)
-    step = answers(model, tokens[:, :-1]).logits[:, 8:].argmax(-1)
-    assert (step == tokens[:, 9:]).float().mean() > 0.7  # with and without a cache, but for ties of random weights
-    assert any("the last generate ran Transformers' own loop" in note for note in qwen_patch.explain(model).notes)
 
 
 def fail_at(monkeypatch, call, error):

@@ -1,5 +1,6 @@
 // decode_step on CUDA: checks, the launch's configuration, registration. The kernel is in decode/step.cuh.
 #include <algorithm>
+#include <optional>
 
 #include "decode/step.cuh"
 
@@ -121,11 +122,13 @@ int64_t decode_step_slots(Tensor embedding, int64_t layers, int64_t heads, int64
   return slots;
 }
 
-void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin,
-                 Tensor tokens, Tensor cache, Tensor exchange, Tensor state, Tensor history, Tensor banned,
-                 Tensor logits, int64_t heads, int64_t intermediate, double eps, double scale, bool greedy,
-                 int64_t max_splits, int64_t split_keys, int64_t slots, int64_t in_flight) {
+void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head,
+                 std::optional<Tensor> lm_head_scales, Tensor cos, Tensor sin, Tensor tokens, Tensor cache,
+                 Tensor exchange, Tensor state, Tensor history, Tensor banned, Tensor logits, int64_t heads,
+                 int64_t intermediate, int64_t weights, double eps, double scale, bool greedy, int64_t max_splits,
+                 int64_t split_keys, int64_t slots, int64_t in_flight) {
   DeviceGuard guard(embedding);
+  STD_TORCH_CHECK(weights == 0 && !lm_head_scales, OP, ": takes no int8 weights on CUDA");
   STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, OP, ": expects banned [", 1 + MAX_BANNED, "], got ",
                   describe(banned));
   int64_t B = tokens.size(0), V = embedding.size(0), H = embedding.size(1), L = layers.size(0);

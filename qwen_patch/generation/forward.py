@@ -6,13 +6,14 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 
+from ..modules.linear import Int8Linear
 from ..ops import add_rms_norm, rms_norm, rope_kv_write, silu_mul
 
 
 @torch.no_grad()
 def forward(
     decoder: nn.Module,
-    head: torch.Tensor,
+    head: nn.Module,
     tokens: torch.Tensor,
     first: torch.Tensor,
     last: torch.Tensor,
@@ -23,7 +24,7 @@ def forward(
 ) -> torch.Tensor:
     """Logits [B, V] of token last[b] of each row b of tokens [B, T], whose first one is at position first[b].
 
-    decoder: the model without its head, whose weight is head [V, H]. cache [L, 2, B, kv_heads, capacity, D] takes the
+    decoder: the model without its head. cache [L, 2, B, kv_heads, capacity, D] takes the
     keys and values of all tokens, cos and sin [positions, D] turn them. Without a mask the rows are whole prompts, from
     position 0 on; what pads them stands on the right, where causal attention does not see it. With a mask [B, 1, 1,
     capacity], to be added to the scores of the cache's slots, they are single tokens. Nothing here waits for the GPU,
@@ -42,7 +43,7 @@ def forward(
         x = _linear(layer.mlp.down_proj, silu_mul(_linear(layer.mlp.gate_proj, x), _linear(layer.mlp.up_proj, x)))
         norm = decoder.norm if number + 1 == len(layers) else layers[number + 1].input_layernorm
         x, residual = add_rms_norm(x, residual, norm.weight, eps)
-    return linear(x, head)
+    return _linear(head, x)
 
 
 def mask_of(lengths: torch.Tensor, capacity: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +53,7 @@ def mask_of(lengths: torch.Tensor, capacity: int, dtype: torch.dtype) -> torch.T
 
 
 def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, module.weight, module.bias)
+    return module.forward(x) if type(module) is Int8Linear else linear(x, module.weight, module.bias)
 
 
 def _attend(

@@ -13,7 +13,19 @@ from ..families import FAMILIES
 from ..modules.base import has_global_hooks, is_hooked, stock_class, version_of
 from ..modules.linear import Int8Linear
 from ..ops import LIBRARIES
-from ..ops.decode_step import HEAD_DIMS, MAX_BATCH, MAX_GROUP, MAX_HIDDEN, MAX_ROWS_A_BLOCK, MIN_SLOTS, slots_that_fit
+from ..ops.decode_step import (
+    AS_EMBEDDING,
+    HEAD_DIMS,
+    MAX_BATCH,
+    MAX_GROUP,
+    MAX_HIDDEN,
+    MAX_ROWS_A_BLOCK,
+    MIN_SLOTS,
+    W8A8,
+    W8A16,
+    slots_that_fit,
+)
+from ..quantization.format import groups
 
 # Rotary embeddings that depend on the position only, not on how long the sequence has become.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -24,7 +36,10 @@ OF_A_FAMILY = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSN
 MAX_HEAD_DIM = 256  # of rope_kv_write
 RECORDER = "transformers.utils.output_capturing"
 # What may be put on a model, or a layer, and would be used in the stock loop.
-NUMBERS = ("variance_epsilon", "scaling", "attention_scaling", "rope_type", "head_dim", "num_key_value_groups")
+NUMBERS = (
+    "variance_epsilon", "scaling", "attention_scaling", "rope_type", "head_dim", "num_key_value_groups",
+    "activations", "backend",
+)  # fmt: skip
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
 
 
@@ -42,7 +57,7 @@ class Sizes(NamedTuple):
 def sizes_of(decoder: nn.Module) -> Sizes:
     layers, first = decoder.layers, decoder.layers[0]
     attention, head_dim = first.self_attn, first.self_attn.head_dim
-    inner, hidden = first.mlp.gate_proj.weight.shape
+    inner, hidden = first.mlp.gate_proj.weight.flatten(1).shape
     heads, kv_heads = (projection.weight.shape[0] // head_dim for projection in (attention.q_proj, attention.k_proj))
     return Sizes(len(layers), hidden, inner, heads, kv_heads, head_dim)
 
@@ -72,7 +87,7 @@ def state_of(model: nn.Module) -> list[Any]:
                 state.append((type(tensor), id(tensor)))
         for tensor in (own.get("_buffers") or {}).values():
             if type(tensor) is torch.Tensor:
-                state.append((tensor.data_ptr(), version_of(tensor)))
+                state.append((tensor.data_ptr(), version_of(tensor), tensor.dtype, tensor.shape, tensor.stride()))
     state.append({getattr(cls, "stock", cls).forward for cls in classes})
     return state
 
@@ -136,10 +151,9 @@ def _of_modules(model: nn.Module) -> str | None:
         if module.training:
             return "the model is in training mode"
         cls = stock_class(module)
-        if cls is Int8Linear:
-            return f"{name} is int8, which the runtime does not take yet"
         at_home = cls.__module__.startswith(("torch.nn.modules.", "transformers.activations"))
-        if not ((cls.__module__ == family.module and cls.__name__ in own) or (at_home and cls.__name__ in PLAIN)):
+        known = (cls.__module__ == family.module and cls.__name__ in own) or (at_home and cls.__name__ in PLAIN)
+        if not (known or cls is Int8Linear):
             return f"{where} is a {cls.__module__}.{cls.__name__}"
         if hasattr(cls, "forward") and inspect.unwrap(cls.forward).__module__ not in (
             cls.__module__,
@@ -176,11 +190,23 @@ def _of_device(model: nn.Module) -> str | None:
 def _of_shapes(model: nn.Module) -> str | None:
     """All layers must be alike, and of the shapes that the first one's projections give: addresses carry no sizes."""
     weight, first = model.get_input_embeddings().weight, model.model.layers[0]
+    int8 = {name: module for name, module in model.named_modules() if type(module) is Int8Linear}
     for name, parameter in model.named_parameters():
-        if parameter.dtype != weight.dtype or parameter.device != weight.device or type(parameter) is not nn.Parameter:
+        codes = name.removesuffix(".weight") in int8
+        if (
+            parameter.dtype != (torch.int8 if codes else weight.dtype)
+            or parameter.device != weight.device
+            or type(parameter) is not nn.Parameter
+        ):
             return f"{name} is a {type(parameter).__name__} of {parameter.dtype} on {parameter.device}"
         if not parameter.is_contiguous():
             return f"{name} is not contiguous"
+    for name, module in int8.items():
+        (N, K), scales = module.values.shape, module.scales
+        if scales.dtype != torch.float32 or scales.device != weight.device or scales.shape != (N, groups(K)):
+            return f"{name}.scales is {list(scales.shape)} of {scales.dtype} on {scales.device}"
+        if not scales.is_contiguous():
+            return f"{name}.scales is not contiguous"
     hidden, head_dim, attention = weight.shape[1], first.self_attn.head_dim, first.self_attn
     q, kv, inner = (m.weight.shape[0] for m in (attention.q_proj, attention.k_proj, first.mlp.gate_proj))
     needed = {f"self_attn.{n}_proj.weight": (size, hidden) for n, size in (("q", q), ("k", kv), ("v", kv))}
@@ -189,7 +215,10 @@ def _of_shapes(model: nn.Module) -> str | None:
     needed |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     optional = {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
     optional |= {f"self_attn.{n}_norm.weight": (head_dim,) for n in "qk"}
-    shapes = [{name: tuple(p.shape) for name, p in layer.named_parameters()} for layer in model.model.layers]
+    shapes = [
+        {name: tuple(p.shape if p.dim() == 1 else p.flatten(1).shape) for name, p in layer.named_parameters()}
+        for layer in model.model.layers
+    ]
     for number, found in enumerate(shapes):
         if missing := needed.keys() - found.keys():
             return f"layer {number} has no {min(missing)}"
@@ -198,7 +227,7 @@ def _of_shapes(model: nn.Module) -> str | None:
                 return f"layer {number} has a {name} of shape {list(shape)}"
         if len(found) != len(shapes[0]):
             return f"layer {number} is not like the first"
-    if model.model.norm.weight.shape != (hidden,) or model.lm_head.weight.shape[1] != hidden:
+    if model.model.norm.weight.shape != (hidden,) or model.lm_head.weight.flatten(1).shape[1] != hidden:
         return f"its final norm or lm_head is not for a hidden size of {hidden}"
     if getattr(model.lm_head, "bias", None) is not None:
         return "its lm_head has a bias"
@@ -213,8 +242,29 @@ def _of_shapes(model: nn.Module) -> str | None:
     return None
 
 
+def weights_of(model: nn.Module, rows: int) -> int | None:
+    """`decode_step`'s `weights` for `rows` tokens at a time; None where the linears are not alike.
+
+    The head may be in the embedding's dtype where the layers are in int8.
+    """
+
+    def of(module: nn.Module) -> int:
+        if type(module) is not Int8Linear:
+            return AS_EMBEDDING
+        return W8A8 if module.quantizes(rows, module.weight.device) else W8A16
+
+    found = {of(module) for module in model.model.layers.modules() if isinstance(module, nn.Linear | Int8Linear)}
+    if (head := of(model.lm_head)) != AS_EMBEDDING:
+        found.add(head)
+    return found.pop() if len(found) == 1 else None
+
+
 def reason_against_kernel(model: nn.Module, rows: int) -> str | None:
     """Why `decode_step` can't decode `rows` sequences of a model that the runtime takes; None if it can."""
+    if (weights := weights_of(model, rows)) is None:
+        return "some of its linears are int8, or quantize activations, and others do not"
+    if weights != AS_EMBEDDING:
+        return "its linears are int8: the CUDA kernel takes 16 bits"  # the one place that keeps int8 from the kernel
     if rows > MAX_BATCH:
         return f"{rows} sequences at once: the kernel takes up to {MAX_BATCH}"
     embedding, sizes = model.get_input_embeddings().weight, sizes_of(model.model)
@@ -237,8 +287,8 @@ def reason_against_kernel(model: nn.Module, rows: int) -> str | None:
         return f"{rows} sequences of {kv_heads} key-value heads are more than the {blocks} multiprocessors"
     if unaligned := [name for name, weight in model.named_parameters() if weight.data_ptr() % 16]:
         return f"{unaligned[0]} is not aligned to 16 bytes"
-    if model.lm_head.weight.shape != embedding.shape:
-        return f"its lm_head is {list(model.lm_head.weight.shape)}, its embedding {list(embedding.shape)}"
+    if (head := model.lm_head.weight.flatten(1)).shape != embedding.shape:
+        return f"its lm_head is {list(head.shape)}, its embedding {list(embedding.shape)}"
     slots = slots_that_fit(embedding, layers, heads, kv_heads, head_dim, inner, rows)
     if slots < MIN_SLOTS:
         return f"the GPU's shared memory has room for {slots} slots of weights: the kernel needs {MIN_SLOTS}"

@@ -14,7 +14,7 @@ from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step, exchange_w
 from .calls import MINIMUM_LENGTHS
 from .forward import forward, mask_of
 from .graphs import capture, run_aside
-from .models import reason_against_kernel, sizes_of
+from .models import reason_against_kernel, sizes_of, weights_of
 
 logger = logging.getLogger("qwen_patch")
 
@@ -43,6 +43,8 @@ def layer_pointers(decoder: nn.Module) -> list[list[int]]:
         found |= {f"{name}_bias": address(getattr(attention, f"{name}_proj"), "bias") for name in "qkv"}
         found |= {name: address(getattr(attention, name, None)) for name in ("q_norm", "k_norm")}
         found |= {name: address(getattr(mlp, f"{name}_proj")) for name in ("gate", "up", "down")}
+        found |= {f"{name}_scales": address(getattr(attention, f"{name}_proj"), "scales") for name in "qkvo"}
+        found |= {f"{name}_scales": address(getattr(mlp, f"{name}_proj"), "scales") for name in ("gate", "up", "down")}
         found |= {"input_norm": address(layer.input_layernorm), "post_norm": address(layer.post_attention_layernorm)}
         rows.append([found[name] for name in LAYER_WEIGHTS])
     return rows
@@ -86,7 +88,7 @@ class Session:
         self.processors = kept_by_graphs(processors)
         self.decoder = model.model  # not the model, which holds the sessions: it is freed as soon as it is let go
         self.embedding, self.norm, self.head = (
-            model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head.weight
+            model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head
         )  # fmt: skip
         device, dtype = self.embedding.device, self.embedding.dtype
         sizes = sizes_of(self.decoder)
@@ -101,11 +103,11 @@ class Session:
             self.tokens = torch.zeros(rows, dtype=torch.int64)
             self.history = torch.zeros(rows, capacity, dtype=torch.int64)
             self.banned, self.banned_now = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32), None
-            self.logits = torch.empty(rows, self.head.shape[0], dtype=dtype)
+            self.logits = torch.empty(rows, self.head.weight.shape[0], dtype=dtype)
         # Why the steps are the plain forward's; None: they are `decode_step`'s.
         self.no_kernel = reason_against_kernel(model, rows)
         if self.no_kernel is None:
-            self._prepare_kernel()
+            self._prepare_kernel(model)
         else:
             logger.info("generate decodes without decode_step: %s", self.no_kernel)
         self.greedy = self.no_kernel is None and not do_sample and not self.processors  # `decode_step` chooses
@@ -115,7 +117,7 @@ class Session:
         self.column = self.sent = 0  # of the history: the next to be written; the first that the host has not been sent
         self.graphs = self._captured_steps()
 
-    def _prepare_kernel(self) -> None:
+    def _prepare_kernel(self, model: nn.Module) -> None:
         device, rows = self.embedding.device, self.rows
         _, hidden, inner, heads, kv_heads, head_dim = sizes_of(self.decoder)
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
@@ -123,6 +125,7 @@ class Session:
         self.sizes = {
             "heads": heads,
             "intermediate": inner,
+            "weights": weights_of(model, rows),
             "eps": self.decoder.norm.variance_epsilon,
             "scale": self.decoder.layers[0].self_attn.scaling,
             "max_splits": splits,
@@ -130,6 +133,7 @@ class Session:
         }
         q, kv = heads * head_dim, kv_heads * head_dim
         words = exchange_words(rows, hidden, inner, q, kv, heads, splits, blocks)
+        self.head_tensors = self.head.weight.flatten(1), getattr(self.head, "scales", None)
         with torch.inference_mode(False):
             self.table = torch.tensor(layer_pointers(self.decoder), dtype=torch.int64, device=device)
             self.exchange = torch.zeros(words, dtype=torch.int32, device=device)
@@ -233,7 +237,7 @@ class Session:
     def _work(self) -> None:
         if self.no_kernel is None:
             decode_step(
-                self.table, self.embedding, self.norm, self.head, self.cos, self.sin, self.tokens, self.cache,
+                self.table, self.embedding, self.norm, *self.head_tensors, self.cos, self.sin, self.tokens, self.cache,
                 self.exchange, self.state, self.history, self.banned, self.logits, greedy=self.greedy, **self.sizes,
             )  # fmt: skip
         else:

@@ -67,13 +67,14 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         op = OP.reference if self.backend == "reference" else OP
-        return op(x, self.values, self.scales, self.bias, self._quantizes(x))
+        return op(x, self.values, self.scales, self.bias, self.quantizes(x.numel() // self.in_features, x.device))
 
-    def _quantizes(self, x: torch.Tensor) -> bool:
+    def quantizes(self, tokens: int, device: torch.device) -> bool:
+        """Whether the activations of so many tokens go through int8 too."""
         if self.activations != "auto":
             return self.activations == "w8a8"
-        rows = W8A8_FROM_ROWS.get(x.device.type)
-        return rows is not None and x.numel() >= rows * self.in_features
+        rows = W8A8_FROM_ROWS.get(device.type)
+        return rows is not None and tokens >= rows
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves follow, casts do not: the scales are the format's, not the model's."""

@@ -14,7 +14,11 @@ from ._registry import _TORCH_LIBRARY
 LAYER_WEIGHTS = (
     "input_norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
     "post_norm", "gate", "up", "down",
+    "q_scales", "k_scales", "v_scales", "o_scales", "gate_scales", "up_scales", "down_scales",
 )  # fmt: skip
+# How the linears of the layers hold their weights: in the embedding's dtype; or in int8 (quantization/format.py), with
+# activations as they are, or in int8 too.
+AS_EMBEDDING, W8A16, W8A8 = range(3)
 MAX_BATCH = 8
 MAX_BANNED = 8  # tokens that may not come yet: ends of text before a minimal length
 MAX_GROUP = 8  # query heads that share a key-value head
@@ -25,10 +29,10 @@ MIN_SLOTS = 2  # of the ring of weights in shared memory
 IN_FLIGHT = 3  # slots of 16 KB that a multiprocessor waits for: Qwen3-8B takes 3,912 us so, 4,184 with all 12
 
 _TORCH_LIBRARY.define(
-    "decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, Tensor cos, Tensor sin, "
-    "Tensor(a!) tokens, Tensor(b!) cache, Tensor(c!) exchange, Tensor(d!) state, Tensor(e!) history, "
-    "Tensor banned, Tensor(f!) logits, int heads, int intermediate, float eps, float scale, bool greedy, "
-    "int max_splits, int split_keys, int slots, int in_flight) -> ()"
+    "decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, "
+    "Tensor? lm_head_scales, Tensor cos, Tensor sin, Tensor(a!) tokens, Tensor(b!) cache, Tensor(c!) exchange, "
+    "Tensor(d!) state, Tensor(e!) history, Tensor banned, Tensor(f!) logits, int heads, int intermediate, int weights, "
+    "float eps, float scale, bool greedy, int max_splits, int split_keys, int slots, int in_flight) -> ()"
 )
 
 _TORCH_LIBRARY.define(
@@ -57,6 +61,7 @@ def decode_step(
     embedding: torch.Tensor,
     final_norm: torch.Tensor,
     lm_head: torch.Tensor,
+    lm_head_scales: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     tokens: torch.Tensor,
@@ -69,6 +74,7 @@ def decode_step(
     *,
     heads: int,
     intermediate: int,
+    weights: int,
     eps: float,
     scale: float,
     greedy: bool,
@@ -79,9 +85,10 @@ def decode_step(
 ) -> None:
     """One step. B sequences, L layers, H hidden, D head_dim, V vocabulary; weights and cache of one 16-bit dtype.
 
-    layers: [L, 14] int64, addresses of the weights in LAYER_WEIGHTS' order. embedding, lm_head: [V, H]. cos, sin:
-    [positions, D]. tokens: [B] int64, the tokens to read; with `greedy` the next ones take their place, and column
-    state[1] of history [B, N]. cache: [L, 2, B, kv_heads, capacity, D]: the new keys and values are written at
+    layers: [L, len(LAYER_WEIGHTS)] int64, addresses in LAYER_WEIGHTS' order. weights: AS_EMBEDDING; or W8A16 or W8A8,
+    where the linears are int8 [N, K] with float32 scales [N, ceil(K / 64)]. embedding, lm_head: [V, H]; with
+    lm_head_scales lm_head is int8 too. cos, sin: [positions, D]. tokens: [B] int64, the tokens to read; with `greedy`
+    the next ones take their place, and column state[1] of history [B, N]. cache: [L, 2, B, kv_heads, capacity, D]: the new keys and values are written at
     state[2 + b]. exchange: see `exchange_words`. state: int32 [2 + B]: {round, column, length of each sequence}; the
     step adds 1 to all. banned: int32 [1 + MAX_BANNED], {column, token ids, -1 ...}: not chosen before that column.
     logits: [B, V], written. scale: of q.k. max_splits, split_keys: at most so many parts a context is cut into, of at
@@ -89,6 +96,7 @@ def decode_step(
     Rounding is the stock model's at every point; sums are fp32, in another order.
     """
     torch.ops.qwen_patch.decode_step(
-        layers, embedding, final_norm, lm_head, cos, sin, tokens, cache, exchange, state, history, banned, logits,
-        heads, intermediate, eps, scale, greedy, max_splits, split_keys, slots, in_flight,
+        layers, embedding, final_norm, lm_head, lm_head_scales, cos, sin, tokens, cache, exchange, state,
+        history, banned, logits, heads, intermediate, weights, eps, scale, greedy, max_splits, split_keys, slots,
+        in_flight,
     )  # fmt: skip

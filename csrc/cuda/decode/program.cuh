@@ -6,10 +6,11 @@
 namespace qwen_patch::cuda::decode {
 
 // One row of the table of pointers, in the order of ops/decode_step.py's LAYER_WEIGHTS. Biases and the norms of q and k
-// are null where a family has none.
+// are null where a family has none, the scales where the weights are T's.
 template <typename T>
 struct LayerWeights {
   const T *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *post_norm, *gate, *up, *down;
+  const float *q_scales, *k_scales, *v_scales, *o_scales, *gate_scales, *up_scales, *down_scales;
 };
 
 template <typename T>
