@@ -88,11 +88,12 @@ def decode_step(
     layers: [L, len(LAYER_WEIGHTS)] int64, addresses in LAYER_WEIGHTS' order. weights: AS_EMBEDDING; or W8A16 or W8A8,
     where the linears are int8 [N, K] with float32 scales [N, ceil(K / 64)]. embedding, lm_head: [V, H]; with
     lm_head_scales lm_head is int8 too. cos, sin: [positions, D]. tokens: [B] int64, the tokens to read; with `greedy`
-    the next ones take their place, and column state[1] of history [B, N]. cache: [L, 2, B, kv_heads, capacity, D]: the new keys and values are written at
-    state[2 + b]. exchange: see `exchange_words`. state: int32 [2 + B]: {round, column, length of each sequence}; the
-    step adds 1 to all. banned: int32 [1 + MAX_BANNED], {column, token ids, -1 ...}: not chosen before that column.
-    logits: [B, V], written. scale: of q.k. max_splits, split_keys: at most so many parts a context is cut into, of at
-    least so many keys. slots: of the ring of weights; in_flight: of them, asked for at a time; 0 means as many as fit.
+    the next ones take their place, and column state[1] of history [B, N]. cache: [L, 2, B, kv_heads, capacity, D]: the
+    new keys and values are written at state[2 + b]. exchange: see `exchange_words`. state: int32 [2 + B]: {round,
+    column, length of each sequence}; the step adds 1 to all. banned: int32 [1 + MAX_BANNED], {column, token ids,
+    -1 ...}: not chosen before that column. logits: [B, V], written. scale: of q.k. max_splits, split_keys: at most so
+    many parts a context is cut into, of at least so many keys. slots: of the ring of weights; in_flight: of them, asked
+    for at a time; 0 means as many as fit.
     Rounding is the stock model's at every point; sums are fp32, in another order.
     """
     torch.ops.qwen_patch.decode_step(
