@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 
 from qwen_patch import ops
 from qwen_patch.benchmarks.results import environment
-from qwen_patch.generation.session import Session
+from qwen_patch.generation.captured import CapturedSession
 from qwen_patch.loading import BUNDLED
 
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
@@ -38,7 +38,7 @@ FINDING_IN_OURS = re.compile(r"Uninitialized __global__ memory read.*\n=+\s+at .
 
 def decode(rows: int, model: PreTrainedModel) -> int:
     """Two steps of the decode kernel after a prompt; the number of its calls, with the one before the capture."""
-    decoded = Session(model, rows, 256, LogitsProcessorList(), False)
+    decoded = CapturedSession(model, rows, 256, LogitsProcessorList(), False)
     decoded.capturing = False  # of prompts: a graph that allocates needs the cache of memory, which is off here
     ids = torch.randint(0, model.config.vocab_size, (rows, 9), device="cuda")
     logits = decoded.start(ids, list(range(rows)), LogitsProcessorList())

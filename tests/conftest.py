@@ -45,8 +45,17 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    from decoding import run_on_cpu
+@pytest.fixture(params=["kernel", "forward"])
+def each_way(request, monkeypatch):
+    """Once with the decode step as one op, once with the plain forward in its place."""
+    from decoding import without_kernel
 
-    run_on_cpu(monkeypatch)
+    if request.param == "forward":
+        without_kernel(monkeypatch)
+
+
+@pytest.fixture
+def captured_on_cpu(monkeypatch):
+    from decoding import capture_on_cpu
+
+    capture_on_cpu(monkeypatch)

@@ -1,4 +1,4 @@
-"""The decode runtime on the CPU: its sessions run what they would capture, with the plain forward for the kernel."""
+"""Calls of generate through the decode runtime, and its sessions for CUDA on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -12,34 +12,28 @@ from models import token_ids
 from transformers import PreTrainedModel
 
 import qwen_patch
-from qwen_patch.generation import models, runtime, session
-from qwen_patch.generation.session import Session
+from qwen_patch.generation import captured, runtime, session
+from qwen_patch.generation.captured import CapturedSession
 
 
-class OnCPU(Session):
-    """A session without a GPU, whose steps are the plain forward's, and are counted."""
-
-    steps = 0
-
-    def step(self, tokens: int = 1) -> None:
-        self.steps += tokens
-        super().step(tokens)
+class CapturedOnCPU(CapturedSession):
+    """It runs what it would capture, with the plain forward in the kernel's place."""
 
     def send(self) -> Callable[[], torch.Tensor]:
-        new = self.history[:, self.sent : self.column].clone()
-        self.sent = self.column
-        return lambda: new
+        return super(CapturedSession, self).send()
 
 
-def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the runtime take small models on the CPU, in any dtype."""
-    monkeypatch.setattr(models, "_of_device", lambda model: None)
-    monkeypatch.setattr(runtime, "Session", OnCPU)
-    monkeypatch.setattr(session, "reason_against_kernel", lambda model, rows: "it is on the CPU")
-    monkeypatch.setattr(session, "run_aside", lambda work, device: work())
-    monkeypatch.setattr(session, "capture", lambda work, device, pool: SimpleNamespace(replay=work))
+def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(runtime.SESSIONS, "cpu", CapturedOnCPU)
+    monkeypatch.setattr(captured, "run_aside", lambda work, device: work())
+    monkeypatch.setattr(captured, "capture", lambda work, device, pool: SimpleNamespace(replay=work))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
+    without_kernel(monkeypatch)
+
+
+def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "reason_against_kernel", lambda model, rows: "a test wants it so")
 
 
 def left_padded(*lengths: int) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ def int8_model(family: str = "qwen3", activations: str = "w8a16", head: bool = F
 
 @pytest.mark.parametrize("activations", ["auto", "w8a16", "w8a8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_generate_over_int8(family, activations, on_cpu):
+def test_generate_over_int8(family, activations, each_way):
     compared(int8_model(family, activations, head=family == "llama"), left_padded(9, 4, 1))
 
 
@@ -57,7 +57,7 @@ def a_head_of_its_own(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("change", [some_in_float, other_activations, a_head_of_its_own])
-def test_linears_that_are_not_alike(change, on_cpu):
+def test_linears_that_are_not_alike(change):
     """The plain forward takes them: it asks each."""
     model = int8_model()
     change(model)
@@ -99,7 +99,7 @@ def test_state_of_an_int8_model(change):
 
 
 @pytest.mark.parametrize("change", [c for c in CHANGES if c != "a view of scales"])
-def test_a_change_between_two_calls(change, on_cpu):
+def test_a_change_between_two_calls(change, each_way):
     model = int8_model(intermediate_size=192)
     compared(model, left_padded(6))
     CHANGES[change](model.model.layers[1].mlp.down_proj)

@@ -14,8 +14,8 @@ from models import assert_parts_only_at_ties, small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, PreTrainedModel
 
 import qwen_patch
-from qwen_patch.generation import graphs, runtime, session
-from qwen_patch.generation.session import Session
+from qwen_patch.generation import captured, graphs, runtime
+from qwen_patch.generation.captured import CapturedSession
 from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
 
@@ -132,7 +132,7 @@ def errors_of_a_step(
     model = small_model(family, dtype, "cuda", **sizes)
     truth = small_model(family, torch.float32, "cuda", **sizes)
     truth.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
-    decoded = Session(model, rows, 1 << (length + 1).bit_length(), LogitsProcessorList(), False)
+    decoded = CapturedSession(model, rows, 1 << (length + 1).bit_length(), LogitsProcessorList(), False)
     assert decoded.no_kernel is None
     errors = torch.zeros(2)
     for _ in range(inputs):
@@ -256,7 +256,7 @@ def test_nothing_stale_is_replayed(change):
     before = model.generate(**inputs, **options)
     change(model)
     found = model.generate(**inputs, **options)
-    fresh = Session(model, 2, 256, LogitsProcessorList(), False)
+    fresh = CapturedSession(model, 2, 256, LogitsProcessorList(), False)
     model.__dict__[RUNTIME].sessions.clear()
     assert torch.equal(model.generate(**inputs, **options), found)
     assert fresh.embedding.dtype == model.dtype
@@ -351,7 +351,7 @@ def test_memory_of_the_graphs_of_prompts(monkeypatch):
     """All buckets of a session share one pool, and further rounds of prompts take no more."""
     monkeypatch.setattr(runtime, "MAX_SESSIONS", 3)  # of 256, 512 and 1024 tokens
     model, _ = bundled("tiny-qwen2")
-    prompts = [random_batch(model, n) for n in session.BUCKETS]
+    prompts = [random_batch(model, n) for n in captured.BUCKETS]
     qwen_patch.patch_model(model)
     reserved = []
     for _ in range(3):
@@ -360,7 +360,7 @@ def test_memory_of_the_graphs_of_prompts(monkeypatch):
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[2] <= reserved[1]
     sessions = model.__dict__[RUNTIME].sessions.values()
-    assert sum(len(kept.prompts) for kept in sessions) == len(session.BUCKETS)
+    assert sum(len(kept.prompts) for kept in sessions) == len(captured.BUCKETS)
 
 
 def test_no_memory_for_a_graph(monkeypatch, caplog):
@@ -375,7 +375,7 @@ def test_no_memory_for_a_graph(monkeypatch, caplog):
         torch.empty(2**50, device="cuda")
 
     # Out of memory in the midst of the capture itself, after the run before it.
-    monkeypatch.setattr(session, "capture", lambda work, device, pool: graphs.capture(full, device, pool))
+    monkeypatch.setattr(captured, "capture", lambda work, device, pool: graphs.capture(full, device, pool))
     before = torch.cuda.current_stream()
     for _ in range(2):
         assert torch.equal(model.generate(**inputs, **options), expected)
@@ -393,7 +393,7 @@ def test_no_memory_for_a_session(monkeypatch, caplog):
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(runtime, "Session", full)
+    monkeypatch.setitem(runtime.SESSIONS, "cuda", full)
     found = model.generate(**inputs, **options)
     assert found.shape == expected.shape
     assert "no memory for the decode runtime" in caplog.text

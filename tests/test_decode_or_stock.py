@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import compared, left_padded, run_on_cpu
+from decoding import compared, left_padded
 from models import small_model, token_ids
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
@@ -43,7 +43,7 @@ OPTIONS = {"max_new_tokens": 8, "do_sample": False}
     ],
     ids=["a hole", "padding on the right", "positions"],
 )
-def test_other_masks_and_positions_go_to_the_stock_loop(changed, on_cpu):
+def test_other_masks_and_positions_go_to_the_stock_loop(changed):
     model = small_model("qwen3")
     inputs = {"input_ids": token_ids(1, 5), "attention_mask": torch.ones(1, 5, dtype=torch.long)} | changed
     expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
@@ -51,7 +51,7 @@ def test_other_masks_and_positions_go_to_the_stock_loop(changed, on_cpu):
     assert model.last_reason == "the attention mask or the positions are not those of padding on the left"
 
 
-def test_more_ends_of_text_than_the_kernel_holds_back(on_cpu):
+def test_more_ends_of_text_than_the_kernel_holds_back():
     model, many = qwen_patch.patch_model(small_model("qwen3")), list(range(100, 109))
     model.generate(token_ids(1, 5), max_new_tokens=3, min_new_tokens=2, eos_token_id=many, pad_token_id=0)
     assert model.last_reason == "a minimal length holds 9 ends of text back: the kernel knows 8"
@@ -75,7 +75,7 @@ class Own(LogitsProcessor):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_calls_that_the_stock_loop_takes(options, reason, on_cpu):
+def test_calls_that_the_stock_loop_takes(options, reason):
     model = qwen_patch.patch_model(small_model("qwen2"))
     model.generate(token_ids(1, 5), **{"max_new_tokens": 3, "do_sample": False} | options)
     assert model.last_reason.startswith(reason)
@@ -100,32 +100,32 @@ def adapted(model: PreTrainedModel) -> PreTrainedModel:
     ],
     ids=["hook", "adapter", "training"],
 )
-def test_models_that_the_stock_loop_takes(change, reason, on_cpu):
+def test_models_that_the_stock_loop_takes(change, reason):
     model = qwen_patch.patch_model(small_model("qwen3"))
     changed = change(model)
     changed.generate(input_ids=token_ids(1, 5), max_new_tokens=3, do_sample=False)
     assert model.last_reason.startswith(reason)
 
 
-def test_another_activation_goes_to_the_stock_loop(on_cpu):
+def test_another_activation_goes_to_the_stock_loop():
     model = small_model("qwen2", hidden_act="gelu")
     qwen_patch.patch_model(model, generation="auto").generate(token_ids(1, 5), max_new_tokens=3)
     assert model.last_reason == "its activation is 'gelu'"
 
 
-def test_a_sliding_window_goes_to_the_stock_loop(on_cpu):
+def test_a_sliding_window_goes_to_the_stock_loop():
     model = small_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     qwen_patch.patch_model(model).generate(token_ids(1, 5), max_new_tokens=3)
     assert model.last_reason == "some layers have a sliding window"
 
 
-def test_hidden_states_once_asked_for_do_not_slow_it_down_for_ever(on_cpu):
+def test_hidden_states_once_asked_for_do_not_slow_it_down_for_ever():
     model = small_model("qwen3")
     model(token_ids(1, 3), output_hidden_states=True, output_attentions=True)
     compared(model, left_padded(5))
 
 
-def test_hooks_on_all_modules_are_seen_beside_the_recorders(on_cpu):
+def test_hooks_on_all_modules_are_seen_beside_the_recorders():
     model = qwen_patch.patch_model(small_model("qwen3"))
     model(token_ids(1, 3), output_hidden_states=True)
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
@@ -136,10 +136,18 @@ def test_hooks_on_all_modules_are_seen_beside_the_recorders(on_cpu):
     assert model.last_reason == "the model has hooks"
 
 
-def test_a_model_on_the_cpu_says_so():
+def test_a_dtype_that_no_kernel_takes():
+    model = qwen_patch.patch_model(small_model("qwen3")).double()
+    model.generate(token_ids(1, 5), max_new_tokens=3)
+    assert model.last_reason.startswith("its weights are torch.float64, not torch.float32")
+
+
+def test_without_the_library(monkeypatch):
+    monkeypatch.setattr(qwen_patch.ops.LIBRARIES["cpu"], "loaded", False)
+    monkeypatch.setattr(qwen_patch.ops.LIBRARIES["cpu"], "reason", "it was not built")
     model = qwen_patch.patch_model(small_model("qwen3"))
     model.generate(token_ids(1, 5), max_new_tokens=3)
-    assert "the model is on cpu" in model.last_reason
+    assert model.last_reason == "the cpu library is not in use: it was not built"
 
 
 def test_generation_stock():
@@ -205,7 +213,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models_that_are_not_stock_throughout(case, on_cpu):
+def test_models_that_are_not_stock_throughout(case):
     change, reason = MODELS[case]
     model = small_model("qwen3")
     changed, inputs = change(model), left_padded(6)
@@ -215,7 +223,7 @@ def test_models_that_are_not_stock_throughout(case, on_cpu):
     assert model.last_reason.startswith(reason)
 
 
-def test_a_class_that_somebody_patched(on_cpu, monkeypatch):
+def test_a_class_that_somebody_patched(monkeypatch):
     """After a call that the runtime took: it must see the change of the class, too."""
     model = qwen_patch.patch_model(small_model("qwen3"))
     model.generate(**left_padded(6), **OPTIONS)
@@ -230,7 +238,7 @@ def test_a_class_that_somebody_patched(on_cpu, monkeypatch):
     assert torch.equal(found, model.generate(**left_padded(6), **OPTIONS))
 
 
-def test_positions_in_the_middle(on_cpu):
+def test_positions_in_the_middle():
     model = small_model("qwen3")
     inputs = left_padded(6) | {"position_ids": torch.tensor([[0, 0, 0, 0, 0, 5]])}
     expected = model.generate(**inputs, **OPTIONS)
@@ -249,7 +257,7 @@ def test_positions_in_the_middle(on_cpu):
     ],
     ids=["penalty", "lengths"],
 )
-def test_processors_given_by_hand(processors, reason, on_cpu):
+def test_processors_given_by_hand(processors, reason):
     model = small_model("qwen3")
     options = OPTIONS | {"logits_processor": LogitsProcessorList(processors), "max_new_tokens": 30}
     expected = model.generate(**left_padded(6), **options)
@@ -257,7 +265,7 @@ def test_processors_given_by_hand(processors, reason, on_cpu):
     assert model.last_reason.startswith(reason)
 
 
-def test_a_loop_called_without_a_maximal_length(on_cpu):
+def test_a_loop_called_without_a_maximal_length():
     """As a custom_generate callable may: here with a criterion of its own, which is none that the runtime knows."""
     model = qwen_patch.patch_model(small_model("qwen3"))
     ids, config = token_ids(1, 6), GenerationConfig(max_length=None, pad_token_id=0)
@@ -285,7 +293,7 @@ def test_a_loop_called_without_a_maximal_length(on_cpu):
     assert model.last_reason == "no criterion gives a maximal length"
 
 
-def test_a_prompt_longer_than_the_maximal_length(on_cpu):
+def test_a_prompt_longer_than_the_maximal_length():
     """Stock gives one token more."""
     model, ids = small_model("qwen3", max_position_embeddings=1024), token_ids(1, 300)
     options = {"do_sample": False, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(200)])}
@@ -294,7 +302,7 @@ def test_a_prompt_longer_than_the_maximal_length(on_cpu):
     assert expected.shape == (1, 301)
 
 
-def test_a_reason_is_its_own_calls(on_cpu, monkeypatch):
+def test_a_reason_is_its_own_calls(monkeypatch):
     """Two threads: a call that the runtime refuses must not take the other one's leave, whatever comes in between."""
     model = small_model("qwen3")
     holed = {"input_ids": token_ids(1, 5), "attention_mask": torch.tensor([[1, 1, 0, 1, 1]])}
@@ -303,7 +311,6 @@ def test_a_reason_is_its_own_calls(on_cpu, monkeypatch):
 
     def other_call(*args: Any) -> None:
         monkeypatch.undo()
-        run_on_cpu(monkeypatch)
         thread = threading.Thread(target=lambda: model.generate(**left_padded(4), **OPTIONS))
         thread.start()
         thread.join(60)
@@ -313,7 +320,7 @@ def test_a_reason_is_its_own_calls(on_cpu, monkeypatch):
     assert torch.equal(model.generate(**holed, **OPTIONS), expected)
 
 
-def test_sessions_are_let_go_where_the_model_is_no_longer_taken(on_cpu):
+def test_sessions_are_let_go_where_the_model_is_no_longer_taken():
     model = qwen_patch.patch_model(small_model("qwen3"))
     model.generate(**left_padded(4), **OPTIONS)
     assert len(model.__dict__[RUNTIME].sessions) == 1

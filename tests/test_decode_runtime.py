@@ -1,4 +1,4 @@
-"""The decode runtime's loop, on the CPU, with the plain forward in the kernel's place. The kernel and the graphs are in
+"""The decode runtime's loop, on the CPU. Its kernel there is in test_decode_step.py, CUDA's and its graphs in
 test_decode_kernel.py, what the runtime leaves to Transformers' loop in test_decode_or_stock.py."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorLis
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import qwen_patch
-from qwen_patch.generation import models, runtime, session
+from qwen_patch.generation import captured, models
 from qwen_patch.generation.session import Session, choose
 from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
@@ -37,22 +37,21 @@ def all_compared(model: PreTrainedModel, inputs: list[dict[str, Any]], **options
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_greedy_left_padded(family, on_cpu):
+def test_greedy_left_padded(family, each_way):
     compared(small_model(family), left_padded(9, 4, 1))
 
 
-def test_many_rows(on_cpu):
+def test_many_rows(each_way):
     model = small_model("qwen3")
     compared(model, left_padded(*range(1, 13)))
     (kept,) = model.__dict__[RUNTIME].sessions.values()
     assert kept.rows == 12
-    assert kept.no_kernel is not None
 
 
-@pytest.mark.parametrize("most", [session.MAX_CAPTURED_TOKENS, 64], ids=["", "not all captured"])
-def test_prompts_fill_buckets(most, on_cpu, monkeypatch):
+@pytest.mark.parametrize("most", [captured.MAX_CAPTURED_TOKENS, 64], ids=["", "not all captured"])
+def test_prompts_fill_buckets(most, captured_on_cpu, monkeypatch):
     """At a bucket's edges, each bucket used twice, with what another prompt has left there."""
-    monkeypatch.setattr(session, "MAX_CAPTURED_TOKENS", most)
+    monkeypatch.setattr(captured, "MAX_CAPTURED_TOKENS", most)
     prompts = [left_padded(n, max(1, n - 5)) for n in (1, 16, 17, 32, 100, 3, 64, 20, 230, 251, 256, 257)]
     model = small_model("qwen2", max_position_embeddings=1024)
     short, long = all_compared(model, prompts, max_new_tokens=5)
@@ -61,13 +60,13 @@ def test_prompts_fill_buckets(most, on_cpu, monkeypatch):
     assert set(long.prompts) == (set() if most == 64 else {256, 384})
 
 
-def test_padding_of_all_rows(on_cpu):
+def test_padding_of_all_rows(each_way):
     inputs = left_padded(9, 4)
     inputs = {key: torch.nn.functional.pad(value, (20, 0)) for key, value in inputs.items()}
     compared(small_model("qwen3"), inputs)
 
 
-def test_nothing_of_a_call_reaches_the_next(on_cpu):
+def test_nothing_of_a_call_reaches_the_next(each_way):
     """Not even a NaN."""
     model = small_model("qwen3")
     compared(model, left_padded(9, 4))
@@ -79,7 +78,7 @@ def test_nothing_of_a_call_reaches_the_next(on_cpu):
     assert torch.equal(found, qwen_patch.unpatch_model(model).generate(**left_padded(7, 3), **options))
 
 
-def test_a_model_is_freed_as_soon_as_it_is_let_go(on_cpu):
+def test_a_model_is_freed_as_soon_as_it_is_let_go(each_way):
     """Its sessions make no cycle of references with it, which would keep its memory until Python looks for cycles."""
     model = small_model("qwen3")
     compared(model, left_padded(5))
@@ -92,35 +91,49 @@ def test_a_model_is_freed_as_soon_as_it_is_let_go(on_cpu):
         gc.enable()
 
 
-def test_no_memory_for_a_graph_of_prompts(on_cpu, monkeypatch, caplog):
+def test_no_memory_for_a_graph_of_prompts(captured_on_cpu, monkeypatch, caplog):
     def full(work: Any, device: Any, pool: Any) -> SimpleNamespace:
         if work.func.__name__ == "_prompt_work":  # not the steps
             raise torch.OutOfMemoryError("CUDA out of memory")
         return SimpleNamespace(replay=work)
 
-    monkeypatch.setattr(session, "capture", full)
+    monkeypatch.setattr(captured, "capture", full)
     all_compared(small_model("qwen3"), [left_padded(n) for n in (5, 5, 40)], max_new_tokens=20)
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "qwen_patch"]
     assert told == ["no memory for a graph of prompts of 16 tokens: they run eagerly (CUDA out of memory)"]
 
 
-def test_one_token_and_none_to_spare(on_cpu):
+def test_one_token_and_none_to_spare(each_way):
     model = small_model("qwen3")
-    assert compared(model, left_padded(5), max_new_tokens=1).shape == (1, 6)
-    for tokens in range(2, 2 * session.BURST + 3):  # whole bursts, single steps after them, less than a burst
+    for tokens in (1, 2, 3):
         assert compared(model, left_padded(5), max_new_tokens=tokens).shape == (1, 5 + tokens)
 
 
-def test_rows_end_one_after_the_other(on_cpu):
+def test_bursts(captured_on_cpu):
+    """Whole ones, single steps after them, less than one."""
+    model = small_model("qwen3")
+    for tokens in range(1, 2 * captured.BURST + 3):
+        assert compared(model, left_padded(5), max_new_tokens=tokens).shape == (1, 5 + tokens)
+
+
+def test_a_gpu_runs_ahead_by_so_much(captured_on_cpu):
+    model = small_model("qwen2")
+    end = int(compared(model, left_padded(6))[0, 9])
+    compared(model, left_padded(6), eos_token_id=end, pad_token_id=0, max_new_tokens=200)
+    (kept,) = model.__dict__[RUNTIME].sessions.values()
+    assert 6 + 4 < kept.column <= 6 + 4 + (1 + kept.ahead) * kept.burst
+
+
+def test_rows_end_one_after_the_other(each_way):
     model = small_model("qwen2")
     plain = compared(model, left_padded(6, 6, 3))
     ends = [int(plain[0, 9]), int(plain[1, 14])]
     found = compared(model, left_padded(6, 6, 3), eos_token_id=ends, pad_token_id=0)
     assert (found[0, 10:] == 0).all()
-    # The rows end long before max_new_tokens: the loop must not run on.
-    compared(model, left_padded(6), eos_token_id=ends, pad_token_id=0, max_new_tokens=200)
+    # The rows end long before max_new_tokens: not one step is made that nobody needs.
+    found = compared(model, left_padded(6), eos_token_id=ends, pad_token_id=0, max_new_tokens=200)
     (single,) = [s for s in model.__dict__[RUNTIME].sessions.values() if s.rows == 1]
-    assert single.steps < 20 + (1 + runtime.AHEAD) * session.BURST
+    assert single.column == found.shape[1] < 26
 
 
 def no_change(model: PreTrainedModel) -> None:
@@ -168,20 +181,20 @@ def test_weights_are_told_without_being_kept():
     assert not weights.held()
 
 
-def test_processors_see_the_history(on_cpu):
+def test_processors_see_the_history(each_way):
     compared(small_model("qwen3"), left_padded(7, 3), repetition_penalty=1.7, max_new_tokens=40)
     without_prompt = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=6)])
     compared(small_model("qwen3"), left_padded(6), logits_processor=without_prompt, max_new_tokens=30)
 
 
-def test_minimal_lengths(on_cpu):
+def test_minimal_lengths(each_way):
     model = small_model("qwen2")
     end = int(compared(model, left_padded(6))[0, 9])
     for minimum in ({"min_new_tokens": 9}, {"min_length": 12}, {"min_new_tokens": 20}):
         compared(model, left_padded(6), eos_token_id=[end, 3], pad_token_id=0, **minimum)
 
 
-def test_stop_strings_and_streamer(on_cpu):
+def test_stop_strings_and_streamer(each_way):
     name = "tiny-qwen3"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(BUNDLED[name]), AutoTokenizer.from_pretrained(BUNDLED[name])
     inputs = dict(tokenizer("The old man looked at the sea", return_tensors="pt"))
@@ -193,13 +206,13 @@ def test_stop_strings_and_streamer(on_cpu):
     assert torch.equal(torch.cat(shown[:-1]), result[0])
 
 
-def test_max_time_ends_it(on_cpu):
+def test_max_time_ends_it(each_way):
     model = qwen_patch.patch_model(small_model("qwen2"))
     found = model.generate(token_ids(1, 4), max_new_tokens=200, do_sample=False, max_time=0.0)
     assert found.shape == (1, 5)  # the stock loop, too, gives the token that was under way
 
 
-def test_an_error_midway_leaves_the_model_usable(on_cpu):
+def test_an_error_midway_leaves_the_model_usable(each_way):
     model = small_model("qwen3")
     expected = compared(model, left_padded(5))
 
@@ -211,7 +224,7 @@ def test_an_error_midway_leaves_the_model_usable(on_cpu):
     assert torch.equal(model.generate(**left_padded(5), max_new_tokens=20, do_sample=False), expected)
 
 
-def test_a_streamer_that_generates(on_cpu):
+def test_a_streamer_that_generates(each_way):
     """The call within the call has no buffers of its own, and is the stock loop's."""
     model = small_model("qwen3")
     expected, short = compared(model, left_padded(5)), compared(model, left_padded(3))

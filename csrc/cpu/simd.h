@@ -167,11 +167,11 @@ QP_INLINE float horizontal_sum(F32x8 x) {
   return lanes[0];
 }
 
-// 1 + e^x, for silu. e^x is within 1 ulp: Cody-Waite reduction to |s| <= ln2/2 and a degree-6 polynomial, with the
+// e^x within 1 ulp, from -87 on; below, e^-87. Cody-Waite reduction to |s| <= ln2/2 and a degree-6 polynomial, with the
 // constants of SLEEF's expf_u10, so that float32 results are the bits of PyTorch's vectorised exp.
-QP_INLINE F32x8 one_plus_exp(F32x8 x) {
+QP_INLINE F32x8 exponential(F32x8 x) {
   constexpr float shift = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
-  x = x < -87.f ? F32x8{} - 87.f : x;  // below, the sum is 1 all the same; NaN passes through both
+  x = x < -87.f ? F32x8{} - 87.f : x;  // NaN passes through both
   x = x > 89.f ? F32x8{} + 89.f : x;   // above, it is inf
   F32x8 shifted = x * 1.442695040888963407f + shift, q = shifted - shift;
   F32x8 s = q * -0.693145751953125f + x;
@@ -185,8 +185,9 @@ QP_INLINE F32x8 one_plus_exp(F32x8 x) {
   u = 1.f + (s * s * u + s);
   // Times 2^q as 2 * 2^(q-1), because q may be 128; q's integer sits in the low bits of `shifted`.
   u = u * (F32x8)(((I32x8)shifted - (0x4b400000 - 126)) << 23);
-  return 1.f + (u + u);
+  return u + u;
 }
+QP_INLINE F32x8 one_plus_exp(F32x8 x) { return 1.f + exponential(x); }  // for silu
 
 }  // namespace qwen_patch::cpu
 

@@ -1,42 +1,11 @@
-// small_linear on the CPU: checks, the choice of a kernel, threads over blocks of weight rows, registration. The loops:
-// small_linear_rows.h.
-#include "small_linear_rows.h"
+// small_linear on the CPU: checks, threads over blocks of weight rows, registration. The loops: small_linear_rows.h;
+// linear_kernels.cpp chooses.
+#include "linear_kernels.h"
 
 namespace qwen_patch::cpu {
 namespace {
 
 constexpr int64_t MAX_TOKENS = 16;
-
-#define QP_DEFINE(T, TARGETS)                                                                               \
-  TARGETS void rows_of(const T* w, const float* x, int64_t rows, int64_t M, int64_t K, float* y) {          \
-    small_rows(w, x, rows, M, K, y);                                                                        \
-  }                                                                                                         \
-  TARGETS void expand(const T* x, float* out, int64_t rows, int64_t K) { expand_rows(x, out, rows, K, K); } \
-  TARGETS void finish(const float* y, const float* bias, T* out, int64_t tokens, int64_t rows, int64_t N) { \
-    finish_block(y, bias, out, tokens, rows, N);                                                            \
-  }
-QP_FOR_EACH_TYPE(QP_DEFINE)
-#undef QP_DEFINE
-
-// The tokens are expanded to floats first, but where the processor multiplies bf16 itself.
-template <typename T>
-bool multiplies() {
-#if QP_AVX512
-  if constexpr (std::is_same_v<T, BF16>)
-    return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16");
-#endif
-  return false;
-}
-
-template <typename T>
-void rows_with(const T* w, const T* x, const float* floats, int64_t rows, int64_t M, int64_t K, float* y) {
-#if QP_AVX512
-  if constexpr (std::is_same_v<T, BF16>)
-    if (!floats) return small_bf16_rows(w, x, rows, M, K, y);
-#endif
-  (void)x;
-  rows_of(w, floats, rows, M, K, y);
-}
 
 Tensor small_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   const char* op = "small_linear";
@@ -59,12 +28,12 @@ Tensor small_linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
     T* results = out_ptr<T>(out);
     bool as_it_is = multiplies<T>();
     Scratch<float> states(as_it_is ? 0 : M * K);
-    if (!as_it_is) expand(tokens, states.get(), M, K);
+    if (!as_it_is) expand(tokens, states.get(), M, K, K);
     for_blocks(N, M * N * K, [&](int64_t begin, int64_t end) {
       float y[MAX_TOKENS * BLOCK];
       for (int64_t n0 = begin * BLOCK; n0 < std::min(N, end * BLOCK); n0 += BLOCK) {
         int64_t rows = std::min(BLOCK, N - n0);
-        rows_with(rows_at + n0 * K, tokens, as_it_is ? nullptr : states.get(), rows, M, K, y);
+        weight_rows(rows_at + n0 * K, tokens, states.get(), rows, M, K, y);
         finish(y, added ? added + n0 : nullptr, results + n0, M, rows, N);
       }
     });

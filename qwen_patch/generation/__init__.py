@@ -1,1 +1,1 @@
-"""The decode runtime behind `model.generate`: which calls it takes, its buffers and CUDA graphs, its loop."""
+"""The decode runtime behind `model.generate`: which calls it takes, its buffers, its loop."""

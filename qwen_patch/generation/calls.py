@@ -13,7 +13,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..ops.decode_step import MAX_BANNED
 
-# Processors that work on the scores of the GPU alone, so that a graph can hold them. Exact classes: a subclass may do
+# Processors that work on the scores where they are, so that a graph can hold them. Exact classes: a subclass may do
 # anything.
 MINIMUM_LENGTHS = (logits_process.MinLengthLogitsProcessor, logits_process.MinNewTokensLengthLogitsProcessor)
 PROCESSORS = (
@@ -122,6 +122,6 @@ def reason_against_call(call: Call) -> str | None:
     other = next((k for k, v in model_kwargs.items() if k not in MODEL_KWARGS and v is not None), None)
     if other is not None:
         return f"{other} was given"
-    if torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     return None

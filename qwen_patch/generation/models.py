@@ -12,7 +12,7 @@ from torch import nn
 from ..families import FAMILIES
 from ..modules.base import has_global_hooks, is_hooked, stock_class, version_of
 from ..modules.linear import Int8Linear
-from ..ops import LIBRARIES
+from ..ops import DTYPES, LIBRARIES
 from ..ops.decode_step import (
     AS_EMBEDDING,
     HEAD_DIMS,
@@ -27,6 +27,7 @@ from ..ops.decode_step import (
 )
 from ..quantization.format import groups
 
+RUNTIME_DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": DTYPES}  # by the type of the device
 # Rotary embeddings that depend on the position only, not on how long the sequence has become.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
@@ -177,13 +178,14 @@ def _is_watched(module: nn.Module) -> bool:
 
 def _of_device(model: nn.Module) -> str | None:
     weight = model.get_input_embeddings().weight
-    if weight.device.type != "cuda":
-        return f"the model is on {weight.device.type}, and the runtime is for CUDA"
-    if weight.dtype not in (torch.bfloat16, torch.float16):
-        return f"its weights are {weight.dtype}, not bfloat16 or float16"
-    library = LIBRARIES["cuda"]
+    kind = weight.device.type
+    if kind not in RUNTIME_DTYPES:
+        return f"the model is on {kind}, and the runtime is for {' and '.join(RUNTIME_DTYPES)}"
+    if weight.dtype not in RUNTIME_DTYPES[kind]:
+        return f"its weights are {weight.dtype}, not {' or '.join(str(d) for d in RUNTIME_DTYPES[kind])}"
+    library = LIBRARIES[kind]
     if not library.loaded or (problem := library.problem(weight.device)):
-        return f"the cuda library is not in use: {library.reason if not library.loaded else problem}"
+        return f"the {kind} library is not in use: {library.reason if not library.loaded else problem}"
     return None
 
 
@@ -263,6 +265,12 @@ def reason_against_kernel(model: nn.Module, rows: int) -> str | None:
     """Why `decode_step` can't decode `rows` sequences of a model that the runtime takes; None if it can."""
     if (weights := weights_of(model, rows)) is None:
         return "some of its linears are int8, or quantize activations, and others do not"
+    if model.get_input_embeddings().weight.device.type == "cpu":
+        return None
+    return _against_cuda_kernel(model, rows, weights)
+
+
+def _against_cuda_kernel(model: nn.Module, rows: int, weights: int) -> str | None:
     if weights != AS_EMBEDDING:
         return "its linears are int8: the CUDA kernel takes 16 bits"  # the one place that keeps int8 from the kernel
     if rows > MAX_BATCH:

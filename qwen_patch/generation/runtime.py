@@ -1,4 +1,4 @@
-"""The decode runtime: generate's sampling loop with the token chosen on the GPU and the host a few tokens behind it."""
+"""The decode runtime: generate's sampling loop over a session, whose GPU, if it has one, may be a few tokens ahead."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch import nn
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from .calls import Call, reason_against_call
+from .captured import CapturedSession
 from .models import Weights, buffers_of, reason_against_config, reason_against_model, state_of
-from .session import BURST, Session, choose, kept_by_graphs
+from .session import Session, choose, kept_by_graphs
 
 logger = logging.getLogger("qwen_patch")
-AHEAD = 2  # bursts that the GPU may be ahead of the host, which looks for the end
+SESSIONS = {"cuda": CapturedSession, "cpu": Session}  # by the type of the device
 MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
 SMALLEST_CAPACITY = 256
 NO_MEMORY = "no memory for the decode runtime"
@@ -136,7 +137,8 @@ class Runtime:
         if found is None:
             while len(self.sessions) >= MAX_SESSIONS:
                 self.sessions.popitem(last=False)
-            found = Session(model, key[0], key[1], call.processors, call.config.do_sample)
+            session = SESSIONS[call.input_ids.device.type]
+            found = session(model, key[0], key[1], call.processors, call.config.do_sample)
         self.sessions[key] = found
         return found
 
@@ -170,12 +172,12 @@ def _decode(session: Session, rows: _Rows, streamer: Any) -> torch.Tensor:
 
 
 def _tokens(session: Session, most: int) -> Iterator[torch.Tensor]:
-    """The rows' tokens on the host, step after step, with the GPU up to AHEAD bursts ahead."""
+    """The rows' tokens on the host, step after step, with the session up to `ahead` bursts ahead."""
     under_way = deque([session.send()])
     asked = 1
-    while under_way:
-        while asked < most and len(under_way) <= AHEAD:
-            steps = BURST if most - asked >= BURST else 1
+    while under_way or asked < most:
+        while asked < most and len(under_way) <= session.ahead:
+            steps = session.burst if most - asked >= session.burst else 1
             session.step(steps)
             under_way.append(session.send())
             asked += steps

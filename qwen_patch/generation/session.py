@@ -1,8 +1,7 @@
-"""A session: the buffers of one batch being decoded, and the CUDA graphs that take its prompt and move it on."""
+"""A session: the buffers of one batch being decoded, and what takes its prompt and moves it on."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -10,23 +9,12 @@ import torch
 from torch import nn
 from transformers import LogitsProcessorList
 
-from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step, exchange_words
+from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step
 from .calls import MINIMUM_LENGTHS
 from .forward import forward, mask_of
-from .graphs import capture, run_aside
 from .models import reason_against_kernel, sizes_of, weights_of
 
 logger = logging.getLogger("qwen_patch")
-
-MAX_SPLITS = 16  # parts that a context is cut into; every reader of the result reads them all
-# Keys that a part has at least, by the batch: one row's parts share its time, several rows fill the GPU by themselves.
-# Qwen3-0.6B, 192 tokens: 1 row 32 keys 657 us, 64 633, 128 677; 8 rows 64 keys 1,650 us, 256 1,358.
-SPLIT_KEYS, SPLIT_KEYS_OF_A_BATCH = 64, 256
-# Lengths that prompts are padded to, each captured at its first use; longer ones, and batches of more tokens, run
-# eagerly at their own length: there the launches are hidden behind the work.
-BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
-MAX_CAPTURED_TOKENS = 2048
-BURST = 4  # steps in one graph: the gap between two graphs, and the copy to the host, take 20 us
 
 
 def layer_pointers(decoder: nn.Module) -> list[list[int]]:
@@ -79,7 +67,13 @@ def choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
 
 
 class Session:
-    """`rows` sequences of at most `capacity` tokens: `start` takes their prompt, `step` decodes one token each."""
+    """`rows` sequences of at most `capacity` tokens: `start` takes their prompt, `step` decodes one token each.
+
+    Whatever it is asked to do is done when it returns. captured.py has the one for CUDA, which is not so.
+    """
+
+    burst = 1  # steps that are as well asked for together
+    ahead = 0  # bursts that may be under way while the host looks for the end
 
     def __init__(
         self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool
@@ -97,7 +91,6 @@ class Session:
             cos, sin = self.decoder.rotary_emb(torch.empty(1, dtype=dtype), positions)
             self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
             self.cache = torch.empty(sizes.layers, 2, rows, sizes.kv_heads, capacity, sizes.head_dim, dtype=dtype)
-            self.prompt = torch.zeros(max(MAX_CAPTURED_TOKENS, rows), dtype=torch.int64)
             self.at = torch.zeros(1 + rows, dtype=torch.int32)  # of the prompt: its width, each row's length
             self.state = torch.zeros(2 + rows, dtype=torch.int32)
             self.tokens = torch.zeros(rows, dtype=torch.int64)
@@ -111,32 +104,21 @@ class Session:
         else:
             logger.info("generate decodes without decode_step: %s", self.no_kernel)
         self.greedy = self.no_kernel is None and not do_sample and not self.processors  # `decode_step` chooses
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.prompts: dict[int, torch.cuda.CUDAGraph] = {}  # by bucket
-        self.capturing = True
         self.column = self.sent = 0  # of the history: the next to be written; the first that the host has not been sent
-        self.graphs = self._captured_steps()
 
     def _prepare_kernel(self, model: nn.Module) -> None:
-        device, rows = self.embedding.device, self.rows
-        _, hidden, inner, heads, kv_heads, head_dim = sizes_of(self.decoder)
-        blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        splits = max(1, min(MAX_SPLITS, blocks // (rows * kv_heads)))
+        sizes = sizes_of(self.decoder)
         self.sizes = {
-            "heads": heads,
-            "intermediate": inner,
-            "weights": weights_of(model, rows),
+            "heads": sizes.heads,
+            "intermediate": sizes.inner,
+            "weights": weights_of(model, self.rows),
             "eps": self.decoder.norm.variance_epsilon,
             "scale": self.decoder.layers[0].self_attn.scaling,
-            "max_splits": splits,
-            "split_keys": SPLIT_KEYS if rows == 1 else SPLIT_KEYS_OF_A_BATCH,
         }
-        q, kv = heads * head_dim, kv_heads * head_dim
-        words = exchange_words(rows, hidden, inner, q, kv, heads, splits, blocks)
         self.head_tensors = self.head.weight.flatten(1), getattr(self.head, "scales", None)
-        with torch.inference_mode(False):
-            self.table = torch.tensor(layer_pointers(self.decoder), dtype=torch.int64, device=device)
-            self.exchange = torch.zeros(words, dtype=torch.int32, device=device)
+        with torch.inference_mode(False), torch.device(self.embedding.device):
+            self.table = torch.tensor(layer_pointers(self.decoder), dtype=torch.int64)
+            self.exchange = torch.empty(0, dtype=torch.int32)
 
     def start(self, prompt: torch.Tensor, starts: Sequence[int], processors: LogitsProcessorList) -> torch.Tensor:
         """Takes the prompt [rows, T], row b from starts[b] on; returns the logits [rows, V] of what comes next.
@@ -167,35 +149,13 @@ class Session:
         self.column = self.sent = width
         return self.logits
 
-    def bucket_of(self, length: int) -> int | None:
-        """The length that prompts of so many tokens are padded to; None for those that run at their own."""
-        most = min(self.capacity, MAX_CAPTURED_TOKENS // self.rows)
-        return next((b for b in BUCKETS if length <= b <= most), None)
-
     def replays(self, length: int) -> bool:
-        """Whether prompts of so many tokens have been captured."""
-        return self.bucket_of(length) in self.prompts
+        """Whether a prompt of so many tokens begins at once, with the weights that were there when it was captured."""
+        return False
 
     def _take(self, tokens: torch.Tensor) -> None:
         """Fills the cache, and `logits`, from prompts at position 0, padded on the right."""
-        length = tokens.shape[1]
-        bucket = self.bucket_of(length)
-        if bucket is None:
-            self._prompt_work(tokens)
-            return
-        padded = self.prompt[: self.rows * bucket].view(self.rows, bucket)
-        padded[:, :length] = tokens  # what earlier prompts left beyond it is padding
-        if bucket in self.prompts:
-            self.prompts[bucket].replay()
-            return
-        work, device = functools.partial(self._prompt_work, padded), tokens.device
-        run_aside(work, device)
-        if self.capturing:
-            try:
-                self.prompts[bucket] = capture(work, device, self.pool)
-            except torch.OutOfMemoryError as error:
-                self.capturing = False
-                logger.warning("no memory for a graph of prompts of %d tokens: they run eagerly (%s)", bucket, error)
+        self._prompt_work(tokens)
 
     def _prompt_work(self, tokens: torch.Tensor) -> None:
         last = self.at[1:].long() - 1
@@ -212,27 +172,16 @@ class Session:
         self.column += 1
 
     def step(self, tokens: int = 1) -> None:
-        """That many tokens more for every row, 1 or BURST. It only asks the GPU to, and returns."""
-        self.graphs[tokens].replay()
+        """That many tokens more for every row, 1 or `burst`."""
+        for _ in range(tokens):
+            self._work()
         self.column += tokens
 
     def send(self) -> Callable[[], torch.Tensor]:
         """Sends the tokens that the host has not been sent yet; the function returned waits for them: [rows, new]."""
-        new = self.history[:, self.sent : self.column].contiguous()
+        new = self.history[:, self.sent : self.column].clone()
         self.sent = self.column
-        slot, arrived = torch.empty(new.shape, dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
-        slot.copy_(new, non_blocking=True)
-        arrived.record()
-
-        def wait() -> torch.Tensor:
-            arrived.synchronize()
-            return slot
-
-        return wait
-
-    def _steps(self, tokens: int) -> None:
-        for _ in range(tokens):
-            self._work()
+        return lambda: new
 
     def _work(self) -> None:
         if self.no_kernel is None:
@@ -262,14 +211,3 @@ class Session:
         now = (ids >= 0) & (self.state[1] - 1 < self.banned[0])
         at = ids.clamp(min=0).expand(self.rows, MAX_BANNED)
         scores.scatter_reduce_(1, at, torch.where(now, -torch.inf, torch.inf).expand_as(at).to(scores.dtype), "amin")
-
-    def _captured_steps(self) -> dict[int, torch.cuda.CUDAGraph]:
-        """One step, and BURST of them, captured. The step before, which loads what is loaded lazily, is taken back."""
-        kept = [t.clone() for t in (self.state[1:], self.tokens, self.history)]
-        device = self.tokens.device
-        random = torch.cuda.get_rng_state(device)
-        run_aside(self._work, device)
-        torch.cuda.set_rng_state(random, device)
-        for tensor, value in zip((self.state[1:], self.tokens, self.history), kept, strict=True):
-            tensor.copy_(value)
-        return {n: capture(functools.partial(self._steps, n), device, self.pool) for n in (1, BURST)}

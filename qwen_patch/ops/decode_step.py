@@ -78,8 +78,8 @@ def decode_step(
     eps: float,
     scale: float,
     greedy: bool,
-    max_splits: int,
-    split_keys: int,
+    max_splits: int = 1,
+    split_keys: int = 1,
     slots: int = 0,
     in_flight: int = IN_FLIGHT,
 ) -> None:
