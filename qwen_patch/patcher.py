@@ -37,7 +37,7 @@ def patch_model(
     fusion: "both" (norms, residual adds and MLP), or one of the ablations "rms", "mlp", "none".
     backend: "auto" (the kernels of the device that a tensor is on), "cuda" or "cpu" (these, or an error), or
     "reference" (the stock expressions in PyTorch, for comparison).
-    generation: "auto" (`generate` through the decode runtime, on CUDA, where the call allows it: `explain` tells) or
+    generation: "auto" (`generate` through the decode runtime, where the call allows it: `explain` tells) or
     "stock" (Transformers' own loop over the fused modules, as in every ablation).
     quantize: "int8" makes the linears of a bfloat16 or float16 model int8: about half the memory, and answers that are
     close to the same rather than the same (`validate_qwen --quantize int8` measures it). `activations` then is "auto",

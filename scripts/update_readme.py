@@ -223,6 +223,8 @@ TESTS_SHOWN = {
     "test_decode_runtime": "the decode runtime's loop",
     "test_decode_or_stock": "what the decode runtime leaves to the stock loop",
     "test_forward": "the decoder written out over the ops: prompts, and single tokens",
+    "test_decode_step": "the decode step on a CPU: logits against wider dtypes, int8, its threads",
+    "test_decode_int8": "the decode runtime over int8 linears",
     "test_decode_kernel": "the decode runtime on CUDA: its kernel, its graphs, its memory",
     "test_life_cycle": "copies, checkpoints, dtypes, training, compile, export, threads",
     "test_wrappers": "PEFT, device maps, offloading, tensor parallelism",

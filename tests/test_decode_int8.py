@@ -56,7 +56,11 @@ def a_head_of_its_own(model: PreTrainedModel) -> None:
     model.lm_head = Int8Linear.from_linear(model.lm_head, "w8a8")
 
 
-@pytest.mark.parametrize("change", [some_in_float, other_activations, a_head_of_its_own])
+def by_the_reference(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.down_proj.backend = "reference"
+
+
+@pytest.mark.parametrize("change", [some_in_float, other_activations, a_head_of_its_own, by_the_reference])
 def test_linears_that_are_not_alike(change):
     """The plain forward takes them: it asks each."""
     model = int8_model()

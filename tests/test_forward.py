@@ -16,8 +16,8 @@ CAPACITY, STEPS = 64, 4
 def logits_of(model: PreTrainedModel, ids: torch.Tensor, width: int) -> torch.Tensor:
     """[1 + STEPS, B, V]: those after each row's prompt, the rows padded on the right to `width`, and after each of the
     tokens that follow it in ids."""
-    decoder, config, (weight, rows) = model.model, model.config, (model.lm_head.weight, len(LENGTHS))
-    dtype, device = weight.dtype, weight.device
+    decoder, config, (head, rows) = model.model, model.config, (model.lm_head, len(LENGTHS))
+    dtype, device = head.weight.dtype, head.weight.device
     cos, sin = decoder.rotary_emb(
         torch.empty(1, dtype=dtype, device=device), torch.arange(CAPACITY, device=device)[None]
     )
@@ -27,10 +27,10 @@ def logits_of(model: PreTrainedModel, ids: torch.Tensor, width: int) -> torch.Te
     prompts = torch.where(torch.arange(width, device=device) < lengths[:, None], ids[:, :width], 5)
     zeros = torch.zeros_like(lengths)
     with torch.no_grad():
-        found = [forward(decoder, weight, prompts, zeros, lengths - 1, cache, cos[0], sin[0])]
+        found = [forward(decoder, head, prompts, zeros, lengths - 1, cache, cos[0], sin[0])]
         for _ in range(STEPS):
             tokens, mask = ids.gather(1, lengths[:, None]), mask_of(lengths, CAPACITY, dtype)
-            found.append(forward(decoder, weight, tokens, lengths, zeros, cache, cos[0], sin[0], mask))
+            found.append(forward(decoder, head, tokens, lengths, zeros, cache, cos[0], sin[0], mask))
             lengths = lengths + 1
     return torch.stack(found)
 

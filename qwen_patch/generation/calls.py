@@ -122,6 +122,6 @@ def reason_against_call(call: Call) -> str | None:
     other = next((k for k, v in model_kwargs.items() if k not in MODEL_KWARGS and v is not None), None)
     if other is not None:
         return f"{other} was given"
-    if torch.is_autocast_enabled(device.type):
+    if torch.is_autocast_enabled(input_ids.device.type):
         return "autocast is on"
     return None

@@ -245,14 +245,16 @@ def _of_shapes(model: nn.Module) -> str | None:
 
 
 def weights_of(model: nn.Module, rows: int) -> int | None:
-    """`decode_step`'s `weights` for `rows` tokens at a time; None where the linears are not alike.
+    """`decode_step`'s `weights` for `rows` tokens at a time; None where the linears are not alike, or not the kernels'.
 
     The head may be in the embedding's dtype where the layers are in int8.
     """
 
-    def of(module: nn.Module) -> int:
+    def of(module: nn.Module) -> int | None:
         if type(module) is not Int8Linear:
             return AS_EMBEDDING
+        if module.backend == "reference":
+            return None
         return W8A8 if module.quantizes(rows, module.weight.device) else W8A16
 
     found = {of(module) for module in model.model.layers.modules() if isinstance(module, nn.Linear | Int8Linear)}
@@ -264,7 +266,7 @@ def weights_of(model: nn.Module, rows: int) -> int | None:
 def reason_against_kernel(model: nn.Module, rows: int) -> str | None:
     """Why `decode_step` can't decode `rows` sequences of a model that the runtime takes; None if it can."""
     if (weights := weights_of(model, rows)) is None:
-        return "some of its linears are int8, or quantize activations, and others do not"
+        return "its linears are not all alike: plain, or int8 by the kernels, with activations of one kind"
     if model.get_input_embeddings().weight.device.type == "cpu":
         return None
     return _against_cuda_kernel(model, rows, weights)

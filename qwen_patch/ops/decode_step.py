@@ -1,7 +1,8 @@
-"""decode_step: one new token for each of 1 to 8 sequences, the whole decoder as one kernel (csrc/cuda/decode/).
+"""decode_step: one new token for each of a few sequences, the whole decoder as one op.
 
-Unlike the other ops it works on a session's buffers, in place, and returns nothing: it is meant to be captured in a
-CUDA graph and replayed. CUDA only, bfloat16 or float16, sm_80 or later; generation/models.py tells what fits it.
+Unlike the other ops it works on a session's buffers, in place, and returns nothing. On CUDA (csrc/cuda/decode/) it is
+one kernel, meant to be captured in a graph and replayed: bfloat16 or float16, sm_80 or later, 1 to 8 sequences of what
+generation/models.py lists. On a CPU (csrc/cpu/decode/) it is one parallel region: float32 too, 1 to 64 sequences.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def decode_step(
     slots: int = 0,
     in_flight: int = IN_FLIGHT,
 ) -> None:
-    """One step. B sequences, L layers, H hidden, D head_dim, V vocabulary; weights and cache of one 16-bit dtype.
+    """One step. B sequences, L layers, H hidden, D head_dim, V vocabulary; weights and cache of one dtype.
 
     layers: [L, len(LAYER_WEIGHTS)] int64, addresses in LAYER_WEIGHTS' order. weights: AS_EMBEDDING; or W8A16 or W8A8,
     where the linears are int8 [N, K] with float32 scales [N, ceil(K / 64)]. embedding, lm_head: [V, H]; with
@@ -91,9 +92,11 @@ def decode_step(
     the next ones take their place, and column state[1] of history [B, N]. cache: [L, 2, B, kv_heads, capacity, D]: the
     new keys and values are written at state[2 + b]. exchange: see `exchange_words`. state: int32 [2 + B]: {round,
     column, length of each sequence}; the step adds 1 to all. banned: int32 [1 + MAX_BANNED], {column, token ids,
-    -1 ...}: not chosen before that column. logits: [B, V], written. scale: of q.k. max_splits, split_keys: at most so
-    many parts a context is cut into, of at least so many keys. slots: of the ring of weights; in_flight: of them, asked
-    for at a time; 0 means as many as fit.
+    -1 ...}: not chosen before that column. logits: [B, V], written. scale: of q.k.
+
+    Read on CUDA only: exchange; max_splits, split_keys: at most so many parts a context is cut into, of at least so
+    many keys; slots: of the ring of weights; in_flight: of them, asked for at a time; 0 means as many as fit.
+
     Rounding is the stock model's at every point; sums are fp32, in another order.
     """
     torch.ops.qwen_patch.decode_step(

@@ -1,7 +1,7 @@
 """rope_kv_write: what an attention does between its projections and its scores, in one pass: the norms of queries and
 keys where a model has them, the rotary embedding, and the write of keys and values into the cache.
 
-It is the decode runtime's, which is for CUDA: on a CPU the reference runs.
+It is the decode runtime's, for prompts and where `decode_step` does not fit. On a CPU the reference runs.
 """
 
 from __future__ import annotations
