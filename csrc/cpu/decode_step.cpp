@@ -150,7 +150,7 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
   int64_t units = s.B * s.kv_heads, parts = std::min((longest + PART - 1) / PART, (4 * threads + units - 1) / units);
   parts = std::max<int64_t>(1, std::min(parts, MAX_PARTS));
   QP_DISPATCH(dtype, {
-    Step<T> step(s, dtype, weights == 2, unwanted, threads, parts);
+    Step<T> step(s, dtype, weights == 2, unwanted, parts);
     step.table = in_ptr<LayerWeights>(layers);
     step.embedding = in_ptr<T>(embedding);
     step.final_norm = in_ptr<T>(final_norm);
@@ -164,7 +164,7 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
     step.cache = out_ptr<T>(cache);
     step.logits = out_ptr<T>(logits);
     step.next = greedy ? next.data() : nullptr;
-    Team team;
+    Team team(threads);
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { step.run(team); });
   });
   for (int64_t b = 0; b < s.B; ++b) {

@@ -182,6 +182,7 @@ QP_V4 QP_INLINE void dot_vnni_row(const Int8Problem& p, int64_t n, int64_t m, fl
   for (int64_t g = 0; g < p.G; ++g) {
     __mmask64 mask = ~0ull >> (GROUP - std::min(GROUP, p.K - g * GROUP));
     _mm_prefetch(w + g * GROUP + AHEAD, _MM_HINT_T0);
+    ask_for_scales(ws, g);
     __m512i weight = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, w + g * GROUP), flip);
     for (int t = 0; t < T; ++t) {
       __m512i states = _mm512_loadu_si512(x + (t * p.G + g) * GROUP);

@@ -103,7 +103,10 @@ QP_INLINE void dot_float_tile(const Int8Problem& p, const int8_t* w, const float
   int64_t stride = p.G * GROUP;
   auto group = [&](int64_t g, int64_t count) QP_LAMBDA {
     F32x8 sum[R][T] = {};
-    if constexpr (R == 1) __builtin_prefetch(w + g * GROUP + AHEAD);
+    if constexpr (R == 1) {
+      __builtin_prefetch(w + g * GROUP + AHEAD);
+      ask_for_scales(ws, g);
+    }
     for (int64_t k = g * GROUP; k < g * GROUP + count; k += LANES) {
       F32x8 v[R];
       for (int r = 0; r < R; ++r) v[r] = load_int8<AVX2>(w + r * p.K + k);

@@ -22,6 +22,11 @@ constexpr int64_t LINEAR_GRAIN = 1 << 17;  // multiplications below which a seco
 // rows side by side, and no asking, read 8 GB/s a core where this reads 20.
 constexpr int64_t FEW = 4, AHEAD = 2048;
 
+// The same for the scales of an int8 row, at group g: a line has those of 16 groups.
+QP_INLINE void ask_for_scales(const float* scales, int64_t g) {
+  if (g % 16 == 0) __builtin_prefetch(scales + g + AHEAD / 64 + 16);
+}
+
 // Uninitialised memory on a cache line's border.
 template <typename T>
 class Scratch {

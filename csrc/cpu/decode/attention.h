@@ -116,11 +116,12 @@ QP_INLINE void attend_unit(const Unit<T>& u) {
     for (int64_t k = 0; k < count; k += LANES) {
       int64_t n = std::min(LANES, count - k);
       expand_rows(u.values + (first + k) * D, block, n, D, row);
+      std::fill(block + n * row, block + LANES * row, 0.f);  // whose p is next to nothing
       for (int64_t g = 0; g < u.group; ++g) {
         const float* p = scores + g * KEYS + k;
         for (int64_t d = 0; d < row; d += LANES) {
           F32x8 sum = load(u.out + g * row + d, LANES);
-          for (int64_t j = 0; j < n; ++j) sum += p[j] * load(block + j * row + d, LANES);
+          for (int64_t j = 0; j < LANES; ++j) sum += p[j] * load(block + j * row + d, LANES);
           store(u.out + g * row + d, sum, LANES);
         }
       }

@@ -49,6 +49,10 @@ class Linears {
 
   // y [B][BLOCK] of the rows [n0, n0 + rows) of w; x [B, w.K], which has been taken.
   void multiply(const Matrix& w, const T* x, int64_t n0, int64_t rows, PackedBlock& packed, float* y) const {
+    // The kernels ask for what is AHEAD of them: not for the first bytes after a jump to another place.
+    const char* start =
+        static_cast<const char*>(w.weight) + n0 * w.K * (w.scales ? 1 : static_cast<int64_t>(sizeof(T)));
+    for (int64_t i = 0; i < AHEAD; i += 64) __builtin_prefetch(start + i);
     if (!w.scales) {
       const T* weight = static_cast<const T*>(w.weight) + n0 * w.K;
       return weight_rows(weight, x, reinterpret_cast<const float*>(states_.get()), rows, B_, w.K, y);

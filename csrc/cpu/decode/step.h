@@ -50,16 +50,14 @@ struct Step : Sizes {
   int64_t* next;  // [B]: the tokens chosen; null where none is
   const std::vector<int>& banned;
 
-  int64_t threads, parts;
+  int64_t parts;
   Linears<T> linears;
   Scratch<T> hidden, x, projected, activation;  // [B, H], [B, max(H, q)], [B, qkv], [B, I]
   Scratch<float> out, top, weight;              // of the parts of attention: [B, kv_heads, parts, group(, padded(D))]
 
-  Step(const Sizes& sizes, ScalarType dtype, bool quantize_activations, const std::vector<int>& banned, int64_t threads,
-       int64_t parts)
+  Step(const Sizes& sizes, ScalarType dtype, bool quantize_activations, const std::vector<int>& banned, int64_t parts)
       : Sizes(sizes),
         banned(banned),
-        threads(threads),
         parts(parts),
         linears(B, std::max({H, I, q()}), dtype, quantize_activations),
         hidden(B * H),
@@ -77,37 +75,25 @@ struct Step : Sizes {
     Team::Member member(team);
     PackedBlock packed = linears.workspace();
     Scratch<float> y(2 * B * BLOCK), scratch(scratch_of(group(), D));
-    // By rows of weights: body(first weight row, how many).
-    auto blocks = [&](int64_t count, const auto& body) {
-      constexpr int64_t PIECES = 16;  // a thread: few enough that claiming them costs nothing, enough for an even end
-      member.stage(count, std::max<int64_t>(1, count / (threads * PIECES)), [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) body(i);
-      });
-    };
-    auto rows = [&](const auto& body) {
-      member.stage(B, 1, [&](int64_t first, int64_t last) {
-        for (int64_t b = first; b < last; ++b) body(b);
-      });
-    };
     auto multiply = [&](const Matrix& w, const T* input, int64_t block, float* to) {
       int64_t n0 = block * BLOCK, n = std::min(BLOCK, w.N - n0);
       linears.multiply(w, input, n0, n, packed, to);
       return n;
     };
     auto normed = [&](const T* norm_weight, const Matrix& w) {
-      rows([&](int64_t b) {
+      member.stage(B, [&](int64_t b) {
         norm(hidden.get() + b * H, norm_weight, x.get() + b * H, H, eps);
         if (linears.takes(w)) linears.take(w, x.get(), b);
       });
     };
     auto into_hidden = [&](const Matrix& w, const T* input) {
-      blocks(w.blocks(), [&](int64_t block) {
+      member.stage(w.blocks(), [&](int64_t block) {
         int64_t n = multiply(w, input, block, y.get());
         add_to(y.get(), hidden.get() + block * BLOCK, B, n, H);
       });
     };
 
-    rows([&](int64_t b) {
+    member.stage(B, [&](int64_t b) {
       std::memcpy(hidden.get() + b * H, embedding + tokens[b] * H, static_cast<size_t>(H) * sizeof(T));
     });
     for (int64_t layer = 0; layer < layers; ++layer) {
@@ -117,16 +103,14 @@ struct Step : Sizes {
           down{w.down, w.down_scales, H, I};
 
       normed(as(w.input_norm), q_proj);
-      blocks(q_proj.blocks() + 2 * k_proj.blocks(), [&](int64_t block) {
+      member.stage(q_proj.blocks() + 2 * k_proj.blocks(), [&](int64_t block) {
         int64_t k_block = block - q_proj.blocks(), v_block = k_block - k_proj.blocks();
         if (k_block < 0) return project(q_proj, w.q_bias, block, 0, packed, y.get());
         if (v_block < 0) return project(k_proj, w.k_bias, k_block, q(), packed, y.get());
         project(v_proj, w.v_bias, v_block, q() + kv(), packed, y.get());
       });
-      member.stage(B * kv_heads * parts, 1, [&](int64_t first, int64_t last) {
-        for (int64_t unit = first; unit < last; ++unit) attend_part(w, layer, unit, scratch.get());
-      });
-      rows([&](int64_t b) {
+      member.stage(B * kv_heads * parts, [&](int64_t unit) { attend_part(w, layer, unit, scratch.get()); });
+      member.stage(B, [&](int64_t b) {
         for (int64_t h = 0; h < heads; ++h) {
           int64_t at = (b * kv_heads + h / group()) * parts * group() + h % group();
           combine(out.get() + at * padded(D), top.get() + at, weight.get() + at, parts, group() * padded(D), group(), D,
@@ -137,21 +121,21 @@ struct Step : Sizes {
       into_hidden(o_proj, x.get());
 
       normed(as(w.post_norm), gate);
-      blocks(gate.blocks(), [&](int64_t block) {
+      member.stage(gate.blocks(), [&](int64_t block) {
         float* second = y.get() + B * BLOCK;
         int64_t n = multiply(gate, x.get(), block, y.get());
         multiply(up, x.get(), block, second);
         silu_times(y.get(), second, activation.get() + block * BLOCK, B, n, I);
       });
-      if (linears.takes(down)) rows([&](int64_t b) { linears.take(down, activation.get(), b); });
+      if (linears.takes(down)) member.stage(B, [&](int64_t b) { linears.take(down, activation.get(), b); });
       into_hidden(down, activation.get());
     }
     normed(final_norm, lm_head);
-    blocks(lm_head.blocks(), [&](int64_t block) {
+    member.stage(lm_head.blocks(), [&](int64_t block) {
       int64_t n = multiply(lm_head, x.get(), block, y.get());
       finish(y.get(), nullptr, logits + block * BLOCK, B, n, V);
     });
-    if (next) rows([&](int64_t b) { next[b] = best_but_banned(logits + b * V); });
+    if (next) member.stage(B, [&](int64_t b) { next[b] = best_but_banned(logits + b * V); });
   }
 
   void project(const Matrix& w, const void* bias, int64_t block, int64_t column, PackedBlock& packed, float* y) {
