@@ -246,6 +246,21 @@ def test_threads(threads):
         assert models[number].last_reason is None
 
 
+@pytest.mark.parametrize("threads", [1, 2, 9])
+def test_parts_of_a_context(threads):
+    """A context is cut into as many parts as the threads want, of 64 keys or more: float32 shows one lost key."""
+    before = torch.get_num_threads()
+    model = small_model("qwen3", num_key_value_heads=1, max_position_embeddings=1024)
+    decoded, ids = Session(model, 2, 512, LogitsProcessorList(), False), torch.randint(0, 128, (2, 301))
+    try:
+        torch.set_num_threads(threads)
+        found = step_of(decoded, ids)
+    finally:
+        torch.set_num_threads(before)
+    expected = answers(model, ids).logits[:, -1]
+    assert (found - expected).norm() / expected.norm() < 1e-5
+
+
 FORKED = """
 import os, torch
 from models import small_model
