@@ -1,16 +1,15 @@
-// decode_step on CUDA: checks, the launch's configuration, registration. The kernel is in decode/step.cuh.
+// decode_step on CUDA: checks and registration. The kernel is in decode/step.cuh, its launch in decode/launch.cuh.
 #include <algorithm>
 #include <optional>
 
-#include "decode/step.cuh"
+#include "decode/launch.cuh"
 
 namespace qwen_patch::cuda {
 namespace {
 
 using namespace decode;
 
-constexpr const char* OP = "decode_step";
-constexpr int MIN_SLOTS = 2;  // a tile of two octets is in use at once
+constexpr int64_t AS_EMBEDDING = 0, W8A16 = 1;  // as in ops/decode_step.py
 
 // Sizes of what blocks exchange, in 4-byte words from the start of the `exchange` tensor; every part a multiple of 16
 // bytes. ops/decode_step.py asks for the sum.
@@ -26,13 +25,6 @@ struct Exchange {
     total = best + blocks * MAX_BATCH * 2;
   }
 };
-
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check(OP, cudaGetDevice(&device));
-  check(OP, cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
 
 // The sizes of a step of B rows, as every multiprocessor has them.
 template <typename T>
@@ -57,68 +49,16 @@ Step<T> sized(int64_t L, int64_t H, int64_t I, int64_t V, int64_t heads, int64_t
   return p;
 }
 
-// Slots of the ring that fit beside everything else in shared memory.
-template <typename T, int D, int SHIFT>
-int slots_that_fit(Step<T> p) {
-  p.slots = 1;
-  int left = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - Layout<T, D, SHIFT>(p).total - 256;
-  return left < 0 ? 0 : 1 + left / (SLOT_BYTES + 128);
-}
-
-template <typename T, int D, int SHIFT>
-void launch_step(Step<T> p, cudaStream_t stream) {
-  int slots = slots_that_fit<T, D, SHIFT>(p);
-  if (p.slots > 0 && p.slots < slots) slots = p.slots;
-  STD_TORCH_CHECK(slots >= MIN_SLOTS, OP, ": the shared memory of a multiprocessor has room for ", slots,
-                  " slots of weights, and ", MIN_SLOTS, " are needed");
-  p.slots = slots;
-  if (p.in_flight <= 0 || p.in_flight > slots) p.in_flight = slots;
-  int bytes = Layout<T, D, SHIFT>(p).total;
-  auto kernel = decode_step_kernel<T, D, SHIFT>;
-  check(OP, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  cudaLaunchAttribute together = {};
-  together.id = cudaLaunchAttributeCooperative;  // all blocks are on the device at once, or the launch fails
-  together.val.cooperative = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(device_traits().multiprocessors));
-  config.blockDim = dim3(THREADS);
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  config.stream = stream;
-  config.attrs = &together;
-  config.numAttrs = 1;
-  check(OP, cudaLaunchKernelEx(&config, kernel, p));
-}
-
-// f with D and SHIFT as constants.
-template <int SHIFT, typename F>
-void with_head_dim(int64_t D, F&& f) {
-  using Shift = std::integral_constant<int, SHIFT>;
-  switch (D) {
-    case 32:
-      return f(std::integral_constant<int, 32>{}, Shift{});
-    case 64:
-      return f(std::integral_constant<int, 64>{}, Shift{});
-    case 96:
-      return f(std::integral_constant<int, 96>{}, Shift{});
-    case 128:
-      return f(std::integral_constant<int, 128>{}, Shift{});
-    default:
-      STD_TORCH_CHECK(false, OP, ": supports head_dim 32, 64, 96 and 128, got ", D);
-  }
-}
-template <typename F>
-void with_constants(int64_t D, int64_t B, F&& f) {
-  return B == 1 ? with_head_dim<0>(D, f) : with_head_dim<3>(D, f);
-}
-
-// What the kernel would have of its ring of weights; below MIN_SLOTS it can't run. Both dtypes are 16 bits.
+// What the kernel would have of its ring of weights; below MIN_SLOTS it can't run. Both dtypes are 16 bits, and int8
+// has the larger slots.
 int64_t decode_step_slots(Tensor embedding, int64_t layers, int64_t heads, int64_t kv_heads, int64_t head_dim,
                           int64_t intermediate, int64_t rows) {
   DeviceGuard guard(embedding);
   using T = __nv_bfloat16;
   int slots = 0;
   auto p = sized<T>(layers, embedding.size(1), intermediate, embedding.size(0), heads, kv_heads, head_dim, rows);
-  with_constants(head_dim, rows, [&](auto d, auto shift) { slots = slots_that_fit<T, d.value, shift.value>(p); });
+  with_constants<T>(head_dim, rows,
+                    [&](auto d, auto shift) { slots = slots_that_fit<T, int8_t, d.value, shift.value>(p); });
   return slots;
 }
 
@@ -128,33 +68,41 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
                  int64_t intermediate, int64_t weights, double eps, double scale, bool greedy, int64_t max_splits,
                  int64_t split_keys, int64_t slots, int64_t in_flight) {
   DeviceGuard guard(embedding);
-  STD_TORCH_CHECK(weights == 0 && !lm_head_scales, OP, ": takes no int8 weights on CUDA");
-  STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, OP, ": expects banned [", 1 + MAX_BANNED, "], got ",
+  bool int8 = weights == W8A16;
+  STD_TORCH_CHECK(int8 || weights == AS_EMBEDDING, DECODE_STEP,
+                  ": takes 16-bit weights, or int8 ones with 16-bit activations");
+  STD_TORCH_CHECK(int8 || !lm_head_scales, DECODE_STEP, ": takes an int8 lm_head with int8 layers only");
+  STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, DECODE_STEP, ": expects banned [", 1 + MAX_BANNED, "], got ",
                   describe(banned));
   int64_t B = tokens.size(0), V = embedding.size(0), H = embedding.size(1), L = layers.size(0);
-  STD_TORCH_CHECK(cache.dim() == 6 && cache.size(0) == L && cache.size(1) == 2 && cache.size(2) == B, OP,
+  STD_TORCH_CHECK(cache.dim() == 6 && cache.size(0) == L && cache.size(1) == 2 && cache.size(2) == B, DECODE_STEP,
                   ": expects cache [L, 2, B, kv_heads, capacity, D], got ", describe(cache));
   int64_t kv = cache.size(3), capacity = cache.size(4), D = cache.size(5);
   int blocks = device_traits().multiprocessors;
-  STD_TORCH_CHECK(B >= 1 && B <= MAX_BATCH, OP, ": supports 1 to 8 rows, got ", B);
-  STD_TORCH_CHECK(H % 32 == 0 && intermediate % 32 == 0, OP, ": needs sizes that are multiples of 32");
-  STD_TORCH_CHECK(heads % kv == 0 && heads / kv <= MAX_GROUP, OP, ": supports up to 8 query heads a key-value head");
+  STD_TORCH_CHECK(B >= 1 && B <= MAX_BATCH, DECODE_STEP, ": supports 1 to 8 rows, got ", B);
+  int multiple = int8 ? GROUP : 32;
+  STD_TORCH_CHECK(H % multiple == 0 && intermediate % multiple == 0 && heads * D % multiple == 0, DECODE_STEP,
+                  ": needs sizes that are multiples of ", multiple);
+  STD_TORCH_CHECK(heads % kv == 0 && heads / kv <= MAX_GROUP, DECODE_STEP,
+                  ": supports up to 8 query heads a key-value head");
   // Each block must have a row of every stage: that no block runs ahead of another's reads rests on it.
-  STD_TORCH_CHECK(H >= blocks && intermediate >= blocks && heads * D >= blocks && V >= blocks, OP,
+  STD_TORCH_CHECK(H >= blocks && intermediate >= blocks && heads * D >= blocks && V >= blocks, DECODE_STEP,
                   ": the model is too small for this device");
-  STD_TORCH_CHECK(H <= MAX_HIDDEN && (H + blocks - 1) / blocks <= 16 * MAX_TILES, OP, ": hidden size ", H,
+  STD_TORCH_CHECK(H <= MAX_HIDDEN && (H + blocks - 1) / blocks <= 16 * MAX_TILES, DECODE_STEP, ": hidden size ", H,
                   " is too large");
   Exchange e(B, H, intermediate, heads * D, kv * D, heads, max_splits, blocks);
-  STD_TORCH_CHECK(exchange.numel() >= e.total, OP, ": exchange needs ", e.total, " words, has ", exchange.numel());
-  STD_TORCH_CHECK(B * kv * max_splits <= blocks, OP, ": ", B, " rows x ", kv, " key-value heads x ", max_splits,
-                  " parts are more than ", blocks, " multiprocessors");
-  auto run = [&](auto zero) {
+  STD_TORCH_CHECK(exchange.numel() >= e.total, DECODE_STEP, ": exchange needs ", e.total, " words, has ",
+                  exchange.numel());
+  STD_TORCH_CHECK(B * kv * max_splits <= blocks, DECODE_STEP, ": ", B, " rows x ", kv, " key-value heads x ",
+                  max_splits, " parts are more than ", blocks, " multiprocessors");
+  auto run = [&](auto zero, auto weight) {
     using T = decltype(zero);
+    using W = decltype(weight);
     Step<T> p = sized<T>(L, H, intermediate, V, heads, kv, D, B);
     p.layers = in_ptr<LayerWeights<T>>(layers);
     p.embedding = in_ptr<T>(embedding);
     p.final_norm = in_ptr<T>(final_norm);
-    p.lm_head = in_ptr<T>(lm_head);
+    p.lm_head = {lm_head.const_data_ptr(), lm_head_scales ? in_ptr<float>(*lm_head_scales) : nullptr};
     p.cos = in_ptr<T>(cos);
     p.sin = in_ptr<T>(sin);
     p.eps = static_cast<float>(eps);
@@ -179,15 +127,16 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
     p.split_keys = static_cast<int>(split_keys);
     p.slots = static_cast<int>(slots);
     p.in_flight = static_cast<int>(in_flight);
-    with_constants(D, B,
-                   [&](auto d, auto shift) { launch_step<T, d.value, shift.value>(p, current_stream(embedding)); });
+    auto stream = current_stream(embedding);
+    with_constants<W>(D, B, [&](auto d, auto shift) { launch_step<T, W, d.value, shift.value>(p, stream); });
   };
+  auto run_with = [&](auto zero) { int8 ? run(zero, int8_t{}) : run(zero, zero); };
   if (embedding.scalar_type() == ScalarType::BFloat16)
-    run(__nv_bfloat16{});
+    run_with(__nv_bfloat16{});
   else if (embedding.scalar_type() == ScalarType::Half)
-    run(__half{});
+    run_with(__half{});
   else
-    STD_TORCH_CHECK(false, OP, ": supports bfloat16 and float16, got ", describe(embedding));
+    STD_TORCH_CHECK(false, DECODE_STEP, ": supports bfloat16 and float16, got ", describe(embedding));
 }
 
 }  // namespace

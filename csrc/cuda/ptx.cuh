@@ -54,6 +54,14 @@ __device__ __forceinline__ uint4 stream128(const void* p) {
 }
 __device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
+// True in one lane of a warp all of which calls it. The compiler then knows that what follows is one thread's, where an
+// instruction takes its operands from the whole warp: `lane == 0` gets a loop over lanes.
+__device__ __forceinline__ bool elected() {
+  unsigned is;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is));
+  return is != 0;
+}
+
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -82,14 +90,15 @@ __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// BYTES (8 or 16) from global to shared memory; zeros where `there` is false, and then `from` is not read.
+// BYTES (4, 8 or 16) from global to shared memory; zeros where `there` is false, and then `from` is not read.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there) {
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there = true) {
   int size = there ? BYTES : 0;
   if constexpr (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size)
+                 : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

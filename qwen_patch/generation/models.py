@@ -16,6 +16,7 @@ from ..ops import DTYPES, LIBRARIES
 from ..ops.decode_step import (
     AS_EMBEDDING,
     HEAD_DIMS,
+    HEAD_DIMS_OF_INT8,
     MAX_BATCH,
     MAX_GROUP,
     MAX_HIDDEN,
@@ -25,7 +26,7 @@ from ..ops.decode_step import (
     W8A16,
     slots_that_fit,
 )
-from ..quantization.format import groups
+from ..quantization.format import GROUP, groups
 
 RUNTIME_DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": DTYPES}  # by the type of the device
 # Rotary embeddings that depend on the position only, not on how long the sequence has become.
@@ -273,8 +274,8 @@ def reason_against_kernel(model: nn.Module, rows: int) -> str | None:
 
 
 def _against_cuda_kernel(model: nn.Module, rows: int, weights: int) -> str | None:
-    if weights != AS_EMBEDDING:
-        return "its linears are int8: the CUDA kernel takes 16 bits"  # the one place that keeps int8 from the kernel
+    if weights == W8A8:
+        return "its linears quantize activations: the kernel takes them as they are"
     if rows > MAX_BATCH:
         return f"{rows} sequences at once: the kernel takes up to {MAX_BATCH}"
     embedding, sizes = model.get_input_embeddings().weight, sizes_of(model.model)
@@ -284,14 +285,15 @@ def _against_cuda_kernel(model: nn.Module, rows: int, weights: int) -> str | Non
     blocks = torch.cuda.get_device_properties(embedding.device).multi_processor_count
     layers, hidden, inner, heads, kv_heads, head_dim = sizes
     wide = {"hidden_size": hidden, "intermediate_size": inner, "heads x head_dim": heads * head_dim}
+    multiple = 32 if weights == AS_EMBEDDING else GROUP
     for name, size in wide.items():
-        if size % 32 or size < blocks:
-            return f"{name} is {size}: the kernel needs a multiple of 32 from {blocks} up"
+        if size % multiple or size < blocks:
+            return f"{name} is {size}: the kernel needs a multiple of {multiple} from {blocks} up"
     if hidden > min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks):
         return f"hidden_size is {hidden}: the kernel takes up to {min(MAX_HIDDEN, MAX_ROWS_A_BLOCK * blocks)}"
     if embedding.shape[0] < blocks:
         return f"the vocabulary is of {embedding.shape[0]} tokens: the kernel needs {blocks}"
-    if head_dim not in HEAD_DIMS or heads > MAX_GROUP * kv_heads:
+    if head_dim not in (HEAD_DIMS if weights == AS_EMBEDDING else HEAD_DIMS_OF_INT8) or heads > MAX_GROUP * kv_heads:
         return f"head_dim {head_dim} with {heads // kv_heads} query heads a key-value head is not supported"
     if rows * kv_heads > blocks:
         return f"{rows} sequences of {kv_heads} key-value heads are more than the {blocks} multiprocessors"

@@ -143,8 +143,8 @@ struct Values {
   }
 };
 
-template <typename T, int D, int SHIFT>
-__device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T>& w, Consumer<T, SHIFT>& me,
+template <typename T, typename W, int D, int SHIFT>
+__device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T>& w, Consumer<T, W, SHIFT>& me,
                                           AttentionScratch<D>& s, float* partial, int partial_floats,
                                           const Shares& mine, int layer, unsigned epoch_in, unsigned epoch_out) {
   constexpr int VP = Values<T, D>::PIECES, DP = 64 * VP;  // DP: D with the columns that nobody has

@@ -6,6 +6,9 @@
 // memory, one barrier a group of tiles. Within 32 columns k is permuted, so that a lane's operands are 16 bytes in a
 // row.
 //
+// In int8 a lane reads its 8 of 32 columns as 8 bytes and widens them, which is exact; the sum over a group of 64
+// columns is scaled once, in fp32.
+//
 // What a lane reads for rows of the batch or of the weights that are not there is whatever lies in shared memory: rows
 // and columns of a product do not mix, and nobody reads those results.
 #pragma once
@@ -23,11 +26,11 @@ __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;
 
 // A warp's share of the computing: its place in the ring, its columns of x, the sums. SHIFT: log2 of the rows of the
 // batch that there is room for; a constant, because index arithmetic lies on the critical path of every stage.
-template <typename T, int SHIFT>
+template <typename T, typename W, int SHIFT>
 struct Consumer {
   static constexpr int ROOM = 1 << SHIFT;
   const Step<T>& p;
-  Ring ring;
+  Ring<W> ring;
   unsigned x;             // shared address of this warp's columns of the input: [chunk][row of the batch] x 256 bytes
   float *squares, *sums;  // [row of the batch][warp]; [tile of a group][16 rows][batch] x SUM_PITCH, two in turns
   int sums_size;
@@ -129,11 +132,13 @@ struct Consumer {
     __syncwarp();
   }
 
-  // Adds a tile's products over one chunk to c, in two sums. groups: of 32 columns, that this warp has in the chunk.
-  // `second`: whether the tile has its second octet.
-  __device__ __forceinline__ void dot(float (&c)[2][4], int chunk_of_x, int groups, bool second) {
+  // Adds a tile's products over one slot's columns to c, in two sums. chunks: that are left of the phase; columns: from
+  // this warp's first one on. `second`: whether the tile has its second octet.
+  template <typename V>
+  __device__ __forceinline__ void dot(float (&c)[2][4], int chunk_of_x, int chunks, int columns, bool second) {
     int g8 = lane >> 2, t4 = lane & 3, b = g8 & (ROOM - 1);
-    unsigned in_slot = g8 * ROW_PITCH + warp * (2 * COLUMNS) + t4 * 16;
+    constexpr int BYTES = sizeof(V);
+    unsigned in_slot = g8 * ROW_PITCH<V> + warp * (BYTES * COLUMNS) + t4 * (8 * BYTES);
     unsigned row = ring.slot(at.slot) + in_slot, first_empty = ring.empty(at.slot);
     barrier_wait(ring.full(at.slot), at.parity);
     at.next(ring.count);
@@ -145,24 +150,16 @@ struct Consumer {
     }
     unsigned xb = x + (((chunk_of_x << SHIFT) + b) << 8) + t4 * 16, even = xb + ((b & 1) << 6),
              odd = xb - ((b & 1) << 6);
-    auto multiply = [&](const uint4& A, const uint4& A2, const uint4& X) {
-      mma<T>(c[0], A.x, A2.x, A.y, A2.y, X.x, X.y);
-      mma<T>(c[1], A.z, A2.z, A.w, A2.w, X.z, X.w);
-    };
-    if (groups >= 4) {
-      uint4 A[4], A2[4], X[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        A[j] = load128(row + j * 64);
-        A2[j] = load128(row2 + j * 64);
-        X[j] = load128((j & 1 ? odd : even) + j * 64);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) multiply(A[j], A2[j], X[j]);
-    } else {
+    if constexpr (BYTES == 1) {
+      unsigned scales = SCALES + g8 * SCALE_PITCH + warp * (4 * COLUMNS / GROUP) - in_slot;
 #pragma unroll 1
-      for (int j = 0; j < groups; ++j)
-        multiply(load128(row + j * 64), load128(row2 + j * 64), load128((j & 1 ? odd : even) + j * 64));
+      for (int i = 0; i < min(chunks, SLOT_CHUNKS<V>); ++i) {
+        products_int8(c, row, row2, even, odd, row + scales, row2 + scales, columns / GROUP);
+        row += CHUNK, row2 += CHUNK, scales -= CHUNK - 4 * CHUNK / GROUP;
+        even += 256 << SHIFT, odd += 256 << SHIFT, columns -= CHUNK;
+      }
+    } else {
+      products_16_bits(c, row, row2, even, odd, columns >> 5);
     }
     __syncwarp();
     if (lane == 0) {
@@ -190,20 +187,22 @@ struct Consumer {
   }
 
   // The products of tiles [t0, t0 + n) over the `chunks` chunks from `first` on, whose input is kept.
+  template <typename V>
   __device__ __forceinline__ void products(int t0, int n, int octets, int first, int chunks, int K, bool add) {
 #pragma unroll 1
     for (int t = 0; t < n; ++t) {
       float c[2][4] = {};
       int columns = K - first * CHUNK - warp * COLUMNS;
 #pragma unroll 1
-      for (int i = 0; i < chunks; ++i, columns -= CHUNK) dot(c, i, columns >> 5, 2 * (t0 + t) + 1 < octets);
+      for (int i = 0; i < chunks; i += SLOT_CHUNKS<V>, columns -= SLOT_CHUNKS<V> * CHUNK)
+        dot<V>(c, i, chunks - i, columns, 2 * (t0 + t) + 1 < octets);
       keep(t, c, add);
     }
   }
 
   // A stage whose input was normed, and so is all there: group of tiles after group of tiles. finish(tile of the stage,
   // tile of the group, row 0..15, b) is called once for every output, by one thread.
-  template <typename F>
+  template <typename V, typename F>
   __device__ __forceinline__ void tiles(int octets, int K, F&& finish) {
     begin_stage();
     int count = (octets + 1) / 2, chunks = chunks_of(K);
@@ -211,7 +210,7 @@ struct Consumer {
     for (int t0 = 0; t0 < count; t0 += p.tile_group) {
       int n = min(p.tile_group, count - t0);
       flip = sums_size - flip;
-      products(t0, n, octets, 0, chunks, K, false);
+      products<V>(t0, n, octets, 0, chunks, K, false);
       consumers_sync();
       finish_group(t0, n, finish);
     }
@@ -227,13 +226,70 @@ struct Consumer {
     for (int first = 0; first < total; first += p.x_chunks) {
       int n = min(p.x_chunks, total - first);
       take(source, first, n, K);
-      products(0, count, octets, first, n, K, first > 0);
+      products<W>(0, count, octets, first, n, K, first > 0);
     }
     consumers_sync();
     finish_group(0, count, finish);
   }
 
  private:
+  // 16 rows times 32 columns: A and A2 are 8 values of this lane's rows of the two octets, X of its row of the batch.
+  static __device__ __forceinline__ void multiply(float (&c)[2][4], const uint4& A, const uint4& A2, const uint4& X) {
+    mma<T>(c[0], A.x, A2.x, A.y, A2.y, X.x, X.y);
+    mma<T>(c[1], A.z, A2.z, A.w, A2.w, X.z, X.w);
+  }
+
+  // Over `groups` of 32 columns, at most four.
+  __device__ __forceinline__ void products_16_bits(float (&c)[2][4], unsigned row, unsigned row2, unsigned even,
+                                                   unsigned odd, int groups) const {
+    if (groups >= 4) {
+      uint4 A[4], A2[4], X[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        A[j] = load128(row + j * 64);
+        A2[j] = load128(row2 + j * 64);
+        X[j] = load128((j & 1 ? odd : even) + j * 64);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) multiply(c, A[j], A2[j], X[j]);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < groups; ++j)
+        multiply(c, load128(row + j * 64), load128(row2 + j * 64), load128((j & 1 ? odd : even) + j * 64));
+    }
+  }
+
+  // Over `groups` of 64 columns, at most two, of int8 rows whose scales lie at scales and scales2.
+  __device__ __forceinline__ void products_int8(float (&c)[2][4], unsigned row, unsigned row2, unsigned even,
+                                                unsigned odd, unsigned scales, unsigned scales2, int groups) const {
+    auto add = [&](const uint2(&A)[2], const uint2(&A2)[2], const uint4(&X)[2], float scale, float scale2) {
+      float sums[2][4] = {};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) multiply(sums, int8::widened<T>(A[j]), int8::widened<T>(A2[j]), X[j]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) c[j][i] += (i < 2 ? scale : scale2) * sums[j][i];
+    };
+    if (groups >= 2) {
+      uint2 A[2][2], A2[2][2];
+      uint4 X[2][2];
+      uint2 s = load64(scales), s2 = load64(scales2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        A[j >> 1][j & 1] = load64(row + j * 32);
+        A2[j >> 1][j & 1] = load64(row2 + j * 32);
+        X[j >> 1][j & 1] = load128((j & 1 ? odd : even) + j * 64);
+      }
+      add(A[0], A2[0], X[0], __uint_as_float(s.x), __uint_as_float(s2.x));
+      add(A[1], A2[1], X[1], __uint_as_float(s.y), __uint_as_float(s2.y));
+    } else if (groups == 1) {
+      const uint2 A[2] = {load64(row), load64(row + 32)}, A2[2] = {load64(row2), load64(row2 + 32)};
+      const uint4 X[2] = {load128(even), load128(odd + 64)};
+      add(A, A2, X, __uint_as_float(load64(scales).x), __uint_as_float(load64(scales2).x));
+    }
+  }
+
   // Waits for N pieces: of the next N chunks if there is one row, of the N rows of chunk c if there are more. Who has
   // no such columns or rows waits for others' and drops them.
   template <int N, typename Source>

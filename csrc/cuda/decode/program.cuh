@@ -9,14 +9,20 @@ namespace qwen_patch::cuda::decode {
 // are null where a family has none, the scales where the weights are T's.
 template <typename T>
 struct LayerWeights {
-  const T *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *post_norm, *gate, *up, *down;
+  const T* input_norm;
+  const void *q, *k, *v;
+  const T *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;
+  const void* o;
+  const T* post_norm;
+  const void *gate, *up, *down;
   const float *q_scales, *k_scales, *v_scales, *o_scales, *gate_scales, *up_scales, *down_scales;
 };
 
 template <typename T>
 struct Step {
   const LayerWeights<T>* layers;
-  const T *embedding, *final_norm, *lm_head, *cos, *sin;
+  const T *embedding, *final_norm, *cos, *sin;
+  Matrix lm_head;
   int layer_count, H, I, V, heads, kv_heads;
   float eps, inverse_H, scale;  // of the norms; 1 / H; of q.k, times log2(e)
 
@@ -54,21 +60,27 @@ __device__ __forceinline__ Span share_of(int n) {
 
 // This block's rows of one stage's weights, as octets of at most 8 rows: one matrix, or q, k and v one after the other,
 // or gate and up in turns, so that a tile of two octets has both sides of silu(gate) * up.
-template <typename T>
 struct Rows {
-  const T *a, *b, *c;
+  Matrix a, b, c;
   Span span_a, span_b;  // that of c is b's
   int octets;
   bool paired;
 
-  __device__ static Rows one(const T* w, Span s) { return {w, w, w, s, {0, 0}, octets_of(s), false}; }
-  __device__ static Rows pair(const T* a, const T* b, Span s) { return {a, b, b, s, s, 2 * octets_of(s), true}; }
-  __device__ static Rows three(const T* a, Span sa, const T* b, const T* c, Span sb) {
+  __device__ static Rows one(Matrix w, Span s) { return {w, w, w, s, {0, 0}, octets_of(s), false}; }
+  __device__ static Rows pair(Matrix a, Matrix b, Span s) { return {a, b, b, s, s, 2 * octets_of(s), true}; }
+  __device__ static Rows three(Matrix a, Span sa, Matrix b, Matrix c, Span sb) {
     return {a, b, c, sa, sb, octets_of(sa) + 2 * octets_of(sb), false};
   }
   __device__ static int octets_of(Span s) { return (s.count + 7) / 8; }
 
-  __device__ const T* weight(int matrix) const { return matrix == 0 ? a : matrix == 1 ? b : c; }
+  __device__ Matrix weight(int matrix) const {
+    return {matrix == 0   ? a.values
+            : matrix == 1 ? b.values
+                          : c.values,
+            matrix == 0   ? a.scales
+            : matrix == 1 ? b.scales
+                          : c.scales};
+  }
   // Octet i: which matrix, its first row there, how many rows.
   __device__ __forceinline__ void at(int i, int& matrix, int& row, int& n) const {
     int na = octets_of(span_a), nb = octets_of(span_b);

@@ -2,13 +2,14 @@
 // will use them, across the borders of stages and layers. Weights do not depend on activations, so the memory stays
 // busy while a stage waits for its input.
 //
-// A slot is an octet: 8 rows of at most 1,024 columns. A row travels as one bulk copy of up to 2 KB (sm_90; below, as
-// cp.async pieces of 16 bytes). Rows lie 64 bytes beyond a multiple of 128 apart, so that the 16-byte reads of a tensor
-// core's fragment, 8 lanes over 2 rows at a time, meet no bank conflict. At most `in_flight` slots are asked for at a
-// time: more only lengthens the queue at L2, in which the activations wait too.
+// A slot is an octet: 8 rows of at most 1,024 columns of 16 bits, or 2,048 of int8 and their scales. A row travels as
+// one bulk copy of up to 2 KB (sm_90; below, as cp.async pieces of 16 bytes). Rows lie 64 bytes beyond a multiple of
+// 128 apart, so that the 16-byte reads of a tensor core's fragment, 8 lanes over 2 rows at a time, meet no bank
+// conflict; 32 for the 8-byte reads of int8. At most `in_flight` slots are asked for at a time: more only lengthens the
+// queue at L2, in which the activations wait too.
 #pragma once
 
-#include "../ptx.cuh"
+#include "../int8/widen.cuh"
 
 namespace qwen_patch::cuda::decode {
 
@@ -16,27 +17,43 @@ namespace qwen_patch::cuda::decode {
 // counts is how few instructions it has and how many loads are under way, not how many warps take part.
 constexpr int CONSUMERS = 8;
 constexpr int CONSUMER_THREADS = 32 * CONSUMERS;
-constexpr int CHUNK = 1024;                 // columns of a slot
+constexpr int CHUNK = 1024;                 // columns
 constexpr int COLUMNS = CHUNK / CONSUMERS;  // of them, a warp's
-constexpr int ROW_PITCH = 2 * CHUNK + 64;   // bytes
-constexpr int SLOT_BYTES = 8 * ROW_PITCH;
+using int8::GROUP;
+template <typename W>
+constexpr int SLOT_CHUNKS = 2 / sizeof(W);
+template <typename W>
+constexpr int ROW_PITCH = 2 * CHUNK + 32 * sizeof(W);  // bytes
+// The scales of a slot's rows lie behind them, with room against bank conflicts.
+constexpr int SCALES = 8 * ROW_PITCH<int8_t>, SCALE_PITCH = 4 * SLOT_CHUNKS<int8_t> * CHUNK / GROUP + 16;
+// In a kernel whose layers' weights are W; its head may be of 16 bits.
+template <typename W>
+constexpr int SLOT_BYTES = sizeof(W) == 1 ? SCALES + 8 * SCALE_PITCH : 8 * ROW_PITCH<W>;
 
 __host__ __device__ constexpr int chunks_of(int columns) { return (columns + CHUNK - 1) / CHUNK; }
 
+// A weight [N, K]: 16-bit values; or int8, and its scales [N, K / GROUP].
+struct Matrix {
+  const void* values;
+  const float* scales;
+};
+
+template <typename W>
 struct Ring {
   unsigned slots, barriers;  // shared addresses
   int count;
 
-  __device__ __forceinline__ unsigned slot(int i) const { return slots + i * SLOT_BYTES; }
+  __device__ __forceinline__ unsigned slot(int i) const { return slots + i * SLOT_BYTES<W>; }
   __device__ __forceinline__ unsigned full(int i) const { return barriers + 8 * i; }
   __device__ __forceinline__ unsigned empty(int i) const { return barriers + 8 * (count + i); }
 
-  // By one thread, before the block's first barrier.
+  // By one thread, before the block's first barrier. What arrives at a full slot's: bulk copies; with scales each
+  // lane's own copies too.
   __device__ void init() const {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
 #if __CUDA_ARCH__ >= 900
-      barrier_init(full(i), 1);
+      barrier_init(full(i), sizeof(W) == 1 ? 33 : 1);
 #else
       barrier_init(full(i), 32);
 #endif
@@ -61,49 +78,87 @@ struct Place {
 };
 
 // The warp that fills the ring.
+template <typename W>
 struct Producer {
-  Ring ring;
+  Ring<W> ring;
   int in_flight;
   Place at = {}, behind = {};  // `behind` runs in_flight slots behind `at`
   int issued = 0;
 
-  // rows: `n` rows of K columns; columns [k0, k0 + CHUNK) of them.
-  template <typename T>
-  __device__ void octet(const T* rows, int n, int K, int k0) {
+  // Rows [row, row + n) of a weight of V, W or 16 bits, of K columns; columns [k0, end) of them, as many as a slot
+  // holds.
+  template <typename V>
+  __device__ void octet(const Matrix& weight, int row, int n, int K, int k0, int end) {
     if (issued >= in_flight) {
       barrier_wait(ring.full(behind.slot), behind.parity);
       behind.next(ring.count);
     }
     ++issued;
     barrier_wait(ring.empty(at.slot), at.parity ^ 1);  // a new barrier counts as past its odd phase
-    copy(rows, n, K, k0);
+    int columns = min(end - k0, SLOT_CHUNKS<V> * CHUNK);
+    copy(static_cast<const V*>(weight.values) + static_cast<int64_t>(row) * K + k0, n, K, columns);
+    if constexpr (sizeof(V) == 1)
+      copy_scales(weight.scales + static_cast<int64_t>(row) * (K / GROUP) + k0 / GROUP, n, K / GROUP, columns / GROUP);
+    // By each lane, when its own copies have arrived; on sm_90 those that bulk copies left.
+#if __CUDA_ARCH__ >= 900
+    if constexpr (sizeof(W) == 1)
+#endif
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ring.full(at.slot)) : "memory");
     at.next(ring.count);
   }
 
  private:
-  template <typename T>
-  __device__ void copy(const T* rows, int n, int K, int k0) {
-    int lane = threadIdx.x & 31, bytes = 2 * min(K - k0, CHUNK);
-    unsigned to = ring.slot(at.slot), full = ring.full(at.slot);
+  template <typename V>
+  __device__ void copy(const V* rows, int n, int K, int columns) {
+    int bytes = static_cast<int>(sizeof(V)) * columns;
+    unsigned to = ring.slot(at.slot);
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0)
+    unsigned full = ring.full(at.slot);
+    if (elected()) {
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes * n) : "memory");
+      auto from = reinterpret_cast<uint64_t>(rows), stride = static_cast<uint64_t>(K) * sizeof(V);
+      auto row = [&] {
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+            "l"(from), "r"(bytes), "r"(full)
+            : "memory");
+        to += ROW_PITCH<V>;
+        from += stride;
+        asm volatile("" : "+l"(from));  // else each row's address is multiplied out anew
+      };
+      if (n == 8) {
+#pragma unroll
+        for (int r = 0; r < 8; ++r) row();
+      } else {
+#pragma unroll 1
+        for (int r = 0; r < n; ++r) row();
+      }
+    }
     __syncwarp();
-    if (lane < n)
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                       to + lane * ROW_PITCH),
-                   "l"(rows + static_cast<int64_t>(lane) * K + k0), "r"(bytes), "r"(full)
-                   : "memory");
 #else
 #pragma unroll 1
     for (int r = 0; r < n; ++r)
 #pragma unroll 1
-      for (int i = lane * 16; i < bytes; i += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + r * ROW_PITCH + i),
-                     "l"(reinterpret_cast<const char*>(rows + static_cast<int64_t>(r) * K + k0) + i)
-                     : "memory");
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
+      for (int i = static_cast<int>(threadIdx.x & 31) * 16; i < bytes; i += 512)
+        copy_async<16>(to + r * ROW_PITCH<V> + i,
+                       reinterpret_cast<const char*>(rows + static_cast<int64_t>(r) * K) + i);
 #endif
+  }
+
+  // `count` scales of each row, rows `pitch` apart; a lane has eight of one row: in two pieces, where those of every
+  // row are so aligned.
+  __device__ void copy_scales(const float* scales, int n, int pitch, int count) {
+    int lane = threadIdx.x & 31, row = lane >> 2, first = (lane & 3) * 8, mine = min(8, count - first);
+    if (row >= n) return;
+    unsigned to = ring.slot(at.slot) + SCALES + row * SCALE_PITCH + first * 4;
+    const float* from = scales + row * pitch + first;
+    if (((pitch | count | static_cast<int>(reinterpret_cast<uintptr_t>(scales) >> 2)) & 3) == 0) {
+      if (mine > 0) copy_async<16>(to, from);
+      if (mine > 4) copy_async<16>(to + 16, from + 4);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < mine; ++i) copy_async<4>(to + 4 * i, from + i);
+    }
   }
 };
 

@@ -1,9 +1,9 @@
 // One decode step of the whole model as one kernel: a block a multiprocessor, all of them on the device at once.
 //
-// Bytes: every weight once, the cache once. 5 exchanges a layer (q/k/v, parts of attention, hidden state after
-// attention, activation, hidden state after the MLP), one before them for the embedding, one after them for the choice
-// of the token. 8 warps compute, one fills the ring of weights (ring.cuh). Each block owns the same rows of the hidden
-// state in every layer, and keeps them as residual.
+// W: what the layers' weights are, T or int8. Bytes: every weight once, the cache once. 5 exchanges a layer (q/k/v,
+// parts of attention, hidden state after attention, activation, hidden state after the MLP), one before them for the
+// embedding, one after them for the choice of the token. 8 warps compute, one fills the ring of weights (ring.cuh).
+// Each block owns the same rows of the hidden state in every layer, and keeps them as residual.
 #pragma once
 
 #include "../silu_mul_kernel.cuh"
@@ -39,7 +39,7 @@ __device__ __forceinline__ Best best_of_lanes(Best best) {
 }
 
 // Where things lie in shared memory, in bytes. The host asks for `total`.
-template <typename T, int D, int SHIFT>
+template <typename T, typename W, int D, int SHIFT>
 struct Layout {
   int barriers, scratch, squares, sums, sum_bytes, residual, best, shares, table, routes, x, x_bytes, slots, total;
   __host__ __device__ Layout(const Step<T>& p) {
@@ -60,44 +60,57 @@ struct Layout {
     routes = take(p.route_count * 4);
     table = take(p.layer_count * static_cast<int>(sizeof(LayerWeights<T>)));
     x = take(x_bytes = p.x_chunks * batch * 2 * CHUNK + 512);  // 512: for the pitch of attention's results
-    slots = take(p.slots * SLOT_BYTES);
+    slots = take(p.slots * SLOT_BYTES<W>);
     total = at;
   }
 };
 
 template <typename T>
-__device__ __forceinline__ Rows<T> qkv_rows(const LayerWeights<T>& w, const Shares& mine) {
-  return Rows<T>::three(w.q, mine.q, w.k, w.v, mine.kv);
+__device__ __forceinline__ Rows qkv_rows(const LayerWeights<T>& w, const Shares& mine) {
+  return Rows::three({w.q, w.q_scales}, mine.q, {w.k, w.k_scales}, {w.v, w.v_scales}, mine.kv);
 }
 
-template <typename T, int D>
-__device__ void produce(const Step<T>& p, const Shares& mine, Producer& to) {
+// f of a W where the head is int8 as the layers are, of a T else.
+template <typename T, typename W, typename F>
+__device__ __forceinline__ void with_type_of_head(const Step<T>& p, F&& f) {
+  if constexpr (sizeof(W) == 1)
+    if (p.lm_head.scales != nullptr) return f(W{});
+  f(T{});
+}
+
+template <typename T, typename W, int D>
+__device__ void produce(const Step<T>& p, const Shares& mine, Producer<W>& to) {
   // In the order of Consumer::tiles (all chunks of a tile) and of Consumer::phases (those of a phase, tile after tile).
-  auto all = [&](const Rows<T>& rows, int K, int phase) {
+  auto all = [&](auto type, const Rows& rows, int K, int phase) {
     int chunks = chunks_of(K);
 #pragma unroll 1
     for (int first = 0; first < chunks; first += phase)
 #pragma unroll 1
       for (int tile = 0; 2 * tile < rows.octets; ++tile)
 #pragma unroll 1
-        for (int chunk = first; chunk < min(first + phase, chunks); ++chunk)
+        for (int chunk = first; chunk < min(first + phase, chunks); chunk += SLOT_CHUNKS<decltype(type)>)
 #pragma unroll 1
           for (int octet = 2 * tile; octet < min(2 * tile + 2, rows.octets); ++octet) {
             int matrix, row, n;
             rows.at(octet, matrix, row, n);
-            to.octet(rows.weight(matrix) + static_cast<int64_t>(row) * K, n, K, chunk * CHUNK);
+            to.template octet<decltype(type)>(rows.weight(matrix), row, n, K, chunk * CHUNK,
+                                              min(K, (first + phase) * CHUNK));
           }
   };
-  constexpr int WHOLE = 1 << 20;
+  constexpr int WHOLE = 1 << 16;
 #pragma unroll 1
   for (int layer = 0; layer < p.layer_count; ++layer) {
     LayerWeights<T> w = p.layers[layer];
-    all(qkv_rows(w, mine), p.H, WHOLE);
-    all(Rows<T>::one(w.o, mine.hidden), p.heads * D, p.x_chunks);
-    all(Rows<T>::pair(w.gate, w.up, mine.inner), p.H, WHOLE);
-    all(Rows<T>::one(w.down, mine.hidden), p.I, p.x_chunks);
+#pragma unroll 1
+    for (int stage = 0; stage < 4; ++stage) {  // a loop, so that the code of an octet is there once
+      Rows rows = qkv_rows(w, mine);
+      if (stage == 1) rows = Rows::one({w.o, w.o_scales}, mine.hidden);
+      if (stage == 2) rows = Rows::pair({w.gate, w.gate_scales}, {w.up, w.up_scales}, mine.inner);
+      if (stage == 3) rows = Rows::one({w.down, w.down_scales}, mine.hidden);
+      all(W{}, rows, stage == 1 ? p.heads * D : stage == 3 ? p.I : p.H, stage & 1 ? p.x_chunks : WHOLE);
+    }
   }
-  all(Rows<T>::one(p.lm_head, mine.vocabulary), p.H, WHOLE);
+  with_type_of_head<T, W>(p, [&](auto type) { all(type, Rows::one(p.lm_head, mine.vocabulary), p.H, WHOLE); });
 }
 
 // What the warps of a block share, in shared memory.
@@ -114,8 +127,8 @@ struct Block {
 };
 constexpr int MATRIX = 28;
 
-template <typename T, int D, int SHIFT>
-__device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me, const Block<T, D>& block,
+template <typename T, typename W, int D, int SHIFT>
+__device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>& me, const Block<T, D>& block,
                                         unsigned round) {
   const Shares& mine = *block.shares;
   float* residual = block.residual;
@@ -158,7 +171,7 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
     const LayerWeights<T>& w = block.table[layer];
     int exchange = EXCHANGES_A_LAYER * layer + 1;
     me.take_normed(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, p.H);
-    me.tiles(qkv_octets, p.H, [&](int tile, int in_group, int row, int b) {
+    me.template tiles<W>(qkv_octets, p.H, [&](int tile, int in_group, int row, int b) {
       int route = block.routes[tile * 16 + row];
       if (route < 0) return;
       int at = route & ((1 << MATRIX) - 1), matrix = route >> MATRIX;
@@ -168,27 +181,27 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
       put(p.qkv + b * qkv_size + at, from_float<T>(y), epoch(exchange));
     });
 
-    attention<T, D, SHIFT>(p, w, me, *block.scratch, block.partial, block.partial_floats, mine, layer, epoch(exchange),
-                           epoch(exchange + 1));
+    attention<T, W, D, SHIFT>(p, w, me, *block.scratch, block.partial, block.partial_floats, mine, layer,
+                              epoch(exchange), epoch(exchange + 1));
 
     me.phases(FromParts<T, D>{p.parts, p.part_weights, p.B, q_size, mine.splits, epoch(exchange + 1)},
-              Rows<T>::octets_of(hidden), q_size, into_residual(epoch(exchange + 2)));
+              Rows::octets_of(hidden), q_size, into_residual(epoch(exchange + 2)));
 
     me.take_normed(FromWords{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, p.H);
-    me.tiles(2 * Rows<T>::octets_of(inner), p.H, [&](int tile, int in_group, int row, int b) {
+    me.template tiles<W>(2 * Rows::octets_of(inner), p.H, [&](int tile, int in_group, int row, int b) {
       int local = tile * 8 + row;
       if (row >= 8 || local >= inner.count) return;
       T gate = from_float<T>(me.sum(in_group, row, b)), up = from_float<T>(me.sum(in_group, row + 8, b));
       put(p.activation + b * p.I + inner.first + local, silu_mul_one(gate, up), epoch(exchange + 3));
     });
 
-    me.phases(FromWords{p.activation, p.I, epoch(exchange + 3)}, Rows<T>::octets_of(hidden), p.I,
+    me.phases(FromWords{p.activation, p.I, epoch(exchange + 3)}, Rows::octets_of(hidden), p.I,
               into_residual(epoch(exchange + 4)));
   }
 
   me.take_normed(FromWords{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm, p.H);
   Best best = {-INFINITY, 0x7fffffff};
-  me.tiles(Rows<T>::octets_of(vocabulary), p.H, [&](int tile, int in_group, int row, int b) {
+  auto logit_of = [&](int tile, int in_group, int row, int b) {
     int local = tile * 16 + row;
     if (local >= vocabulary.count) return;
     Best logit = {rounded<T>(me.sum(in_group, row, b)), vocabulary.first + local};
@@ -196,7 +209,9 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
     for (int i = 0; i < mine.banned_count; ++i)
       if (mine.banned[i] == logit.index) logit.value = -INFINITY;
     if (better(logit, best)) best = logit;
-  });
+  };
+  with_type_of_head<T, W>(
+      p, [&](auto type) { me.template tiles<decltype(type)>(Rows::octets_of(vocabulary), p.H, logit_of); });
 
   // A thread has met one row of the batch only: the threads are a multiple of it.
   best = best_of_lanes<me.ROOM>(best);
@@ -240,12 +255,12 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, SHIFT>& me
   }
 }
 
-template <typename T, int D, int SHIFT>
+template <typename T, typename W, int D, int SHIFT>
 __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_constant__ Step<T> p) {
   extern __shared__ __align__(128) char shared[];
-  const Layout<T, D, SHIFT> at(p);
+  const Layout<T, W, D, SHIFT> at(p);
   int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
-  Ring ring{shared_address(shared + at.slots), shared_address(shared + at.barriers), p.slots};
+  Ring<W> ring{shared_address(shared + at.slots), shared_address(shared + at.barriers), p.slots};
   Block<T, D> block{reinterpret_cast<Shares*>(shared + at.shares),
                     reinterpret_cast<LayerWeights<T>*>(shared + at.table),
                     reinterpret_cast<int*>(shared + at.routes),
@@ -264,19 +279,19 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   unsigned round = static_cast<unsigned>(*static_cast<volatile int*>(p.state));
   __syncthreads();
   if (warp == CONSUMERS) {
-    Producer producer{ring, p.in_flight};
-    produce<T, D>(p, *block.shares, producer);
+    Producer<W> producer{ring, p.in_flight};
+    produce<T, W, D>(p, *block.shares, producer);
     return;
   }
-  Consumer<T, SHIFT> me{p,
-                        ring,
-                        shared_address(shared + at.x) + warp * p.x_chunks * (2 * COLUMNS << SHIFT),
-                        reinterpret_cast<float*>(shared + at.squares),
-                        reinterpret_cast<float*>(shared + at.sums),
-                        at.sum_bytes / 4,
-                        warp,
-                        lane};
-  consume<T, D, SHIFT>(p, me, block, round);
+  Consumer<T, W, SHIFT> me{p,
+                           ring,
+                           shared_address(shared + at.x) + warp * p.x_chunks * (2 * COLUMNS << SHIFT),
+                           reinterpret_cast<float*>(shared + at.squares),
+                           reinterpret_cast<float*>(shared + at.sums),
+                           at.sum_bytes / 4,
+                           warp,
+                           lane};
+  consume<T, W, D, SHIFT>(p, me, block, round);
 }
 
 }  // namespace qwen_patch::cuda::decode
