@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from qwen_patch import ops
@@ -140,6 +142,29 @@ def test_rope_kv_write_is_what_transformers_computes(device, dtype):
             torch.testing.assert_close(found[:, :kept], turned[0][0, :, :kept], **limit)
             assert not found[:, kept:].any()
         torch.testing.assert_close(cache, expected, **limit)
+
+
+def test_the_reference_of_rope_kv_write_touches_what_it_writes_only():
+    """Not the whole cache, whose room may be a hundred times what an answer takes, in memory that is not there yet."""
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            found = function(*args, **(kwargs or {}))
+            tensors = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+            made = [t for t in tensors if t.untyped_storage().data_ptr() not in given]
+            largest = max([largest, *(t.numel() for t in made)])
+            return found
+
+    q, k, v = torch.randn(1, 3, 64), torch.randn(1, 3, 32), torch.randn(1, 3, 32)
+    cache, cos, sin = torch.zeros(2, 1, 2, 4096, 16), torch.randn(4096, 16), torch.randn(4096, 16)
+    given = {t.untyped_storage().data_ptr() for t in (cache, cos, sin)}
+    with Largest():
+        ops.OPS["rope_kv_write"].reference(q, k, v, None, None, 1e-6, cos, sin, torch.tensor([7]), *cache)
+    assert cache[:, :, :, 7:10].all()
+    assert cache.count_nonzero() == cache[:, :, :, 7:10].numel()
+    assert largest < 4096
 
 
 def test_rope_kv_write_with_gradients(device):

@@ -30,7 +30,8 @@ def reference(
     """rotated = round(round(x * cos) + round(rotate_half(x) * sin)), of x = q and x = k, after rms_norm where given.
 
     The expression of transformers' apply_rotary_pos_emb (RoPE, Su et al. 2021, arXiv:2104.09864). The write is one
-    select over all slots of the cache, which asks the host nothing.
+    select over the slots between the lowest and the highest written: a cache may have room for far more, in
+    memory that is not there yet.
     """
     (batch, tokens, _), (_, _, capacity, head_dim) = q.shape, keys.shape
     q, k, v = (x.unflatten(-1, (x.shape[-1] // head_dim, head_dim)) for x in (q, k, v))
@@ -43,13 +44,15 @@ def reference(
     known = ((positions >= 0) & (positions < limit))[..., None, None]
     cos, sin = (table[positions.clamp(0, limit - 1), None] for table in (cos, sin))
     q, k = (x * cos + torch.cat((-x[..., head_dim // 2 :], x[..., : head_dim // 2]), dim=-1) * sin for x in (q, k))
-    slots = torch.arange(capacity, device=q.device)
+    low, high = (max(0, min(capacity, int(end))) for end in (first.min(), first.max() + tokens)) if batch else (0, 0)
+    slots = torch.arange(low, high, device=q.device)
     came = slots - first[:, None]  # the token that belongs into each slot
     written = ((came >= 0) & (came < tokens) & (slots < limit))[:, None, :, None]
     if tokens:
         row = torch.arange(batch, device=q.device)[:, None]
         for cache, states in ((keys, k), (values, v)):
-            cache.copy_(torch.where(written, states[row, came.clamp(0, tokens - 1)].transpose(1, 2), cache))
+            span = cache[:, :, low:high]
+            span.copy_(torch.where(written, states[row, came.clamp(0, tokens - 1)].transpose(1, 2), span))
     return torch.where(known, q, 0)
 
 
