@@ -18,7 +18,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import qwen_patch
 from qwen_patch.generation import captured, models
-from qwen_patch.generation.session import Session, choose
+from qwen_patch.generation.session import Session, choose, draw
 from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
 
@@ -217,8 +217,11 @@ def test_an_error_midway_leaves_the_model_usable(each_way):
     expected = compared(model, left_padded(5))
 
     def fail(tokens: torch.Tensor) -> None:
-        raise KeyboardInterrupt
+        seen.append(tokens)
+        if len(seen) == 4:  # the prompt, and three tokens
+            raise KeyboardInterrupt
 
+    seen: list[torch.Tensor] = []
     with pytest.raises(KeyboardInterrupt):
         model.generate(**left_padded(5), do_sample=False, streamer=SimpleNamespace(put=fail, end=None))
     assert torch.equal(model.generate(**left_padded(5), max_new_tokens=20, do_sample=False), expected)
@@ -240,9 +243,27 @@ def test_a_streamer_that_generates(each_way):
 
 
 def test_sampling_draws_from_the_distribution():
-    """choose() against the probabilities: a chi-square of 63 degrees of freedom is over 120 once in 50,000 runs."""
+    """draw() against the probabilities: a chi-square of 63 degrees of freedom is over 120 once in 50,000 runs."""
     scores = torch.randn(64)
-    draws = choose(scores.expand(200_000, 64).contiguous(), True).bincount(minlength=64)
+    draws = draw(scores.softmax(-1).expand(200_000, 64).contiguous()).bincount(minlength=64)
     expected = scores.softmax(0) * draws.sum()
     assert float(((draws - expected) ** 2 / expected).sum()) < 120
     assert torch.equal(choose(scores[None], False), scores.argmax()[None])
+
+
+@pytest.mark.parametrize("good", [0, 3], ids=["the prompt", "a step"])
+def test_sampling_where_there_is_no_probability_raises_as_stock_does(good, each_way):
+    """What comes next is not a number, from token `good` of the answer on."""
+    model = small_model("qwen3", tie_word_embeddings=False)
+    options = {"max_new_tokens": 8, "do_sample": True, "top_k": 0}
+    torch.manual_seed(3)
+    tokens = model.generate(**left_padded(5), **options)[0]
+    bad = int(tokens[4 + good])
+    assert bad not in tokens[: 4 + good]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[bad] = torch.nan
+    for _ in ("stock", "patched"):
+        torch.manual_seed(3)
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            model.generate(**left_padded(5), **options)
+        qwen_patch.patch_model(model)

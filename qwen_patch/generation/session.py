@@ -55,14 +55,22 @@ def kept_by_graphs(processors: LogitsProcessorList) -> LogitsProcessorList:
 
 
 def choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
-    """The next token of each row from scores [B, V], as generate's loop chooses it, without its wait for the GPU.
+    """The next token of each row from scores [B, V], as generate's loop chooses it.
 
-    torch.multinomial draws one sample as argmax(p / q) with q exponential, and asks the host whether p is valid; this
-    is the same draw without the question (the exponential-race form of Gumbel-max).
+    On a CPU it raises RuntimeError where there are no probabilities to draw by, as that loop does.
     """
     if not do_sample:
         return scores.argmax(-1)
     probabilities = scores.softmax(-1)
+    return draw(probabilities) if probabilities.is_cuda else probabilities.multinomial(1).squeeze(1)
+
+
+def draw(probabilities: torch.Tensor) -> torch.Tensor:
+    """One sample a row of probabilities [B, V], which are written over, without a wait for the GPU.
+
+    torch.multinomial draws one sample as argmax(p / q) with q exponential, and asks the host whether p is valid; this
+    is the same draw without the question (the exponential-race form of Gumbel-max).
+    """
     return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)
 
 
