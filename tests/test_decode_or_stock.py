@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.models.qwen3 import modeling_qwen3
@@ -55,6 +56,20 @@ def test_more_ends_of_text_than_the_kernel_holds_back():
     model, many = qwen_patch.patch_model(small_model("qwen3")), list(range(100, 109))
     model.generate(token_ids(1, 5), max_new_tokens=3, min_new_tokens=2, eos_token_id=many, pad_token_id=0)
     assert model.last_reason == "a minimal length holds 9 ends of text back: the kernel knows 8"
+
+
+def test_a_minimal_length_after_a_filter():
+    """The filter has left nothing but the end of text, which is then held back: all scores are -inf."""
+    model, ids = small_model("qwen3"), token_ids(1, 5)
+    end = int(model.generate(ids, max_new_tokens=3, do_sample=False)[0, -1])
+    late = LogitsProcessorList([TopKLogitsWarper(1), MinNewTokensLengthLogitsProcessor(5, 6, end, device="cpu")])
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    expected = model.generate(ids, logits_processor=late, **options)
+    assert torch.equal(qwen_patch.patch_model(model).generate(ids, logits_processor=late, **options), expected)
+    assert model.last_reason == "a minimal length comes after a filter of the scores"
+    usual = LogitsProcessorList(late[::-1])
+    model.generate(ids, logits_processor=usual, **options)
+    assert model.last_reason is None
 
 
 class Own(LogitsProcessor):

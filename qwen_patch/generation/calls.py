@@ -16,12 +16,11 @@ from ..ops.decode_step import MAX_BANNED
 # Processors that work on the scores where they are, so that a graph can hold them. Exact classes: a subclass may do
 # anything.
 MINIMUM_LENGTHS = (logits_process.MinLengthLogitsProcessor, logits_process.MinNewTokensLengthLogitsProcessor)
+FILTERS = (logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper, logits_process.MinPLogitsWarper)
 PROCESSORS = (
     *MINIMUM_LENGTHS,
+    *FILTERS,
     logits_process.TemperatureLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.MinPLogitsWarper,
     logits_process.RepetitionPenaltyLogitsProcessor,
 )
 CRITERIA = (
@@ -112,6 +111,11 @@ def reason_against_call(call: Call) -> str | None:
         return "two minimal lengths hold back different ends of text"
     if ends and len(ends[0]) > MAX_BANNED:
         return f"a minimal length holds {len(ends[0])} ends of text back: the kernel knows {MAX_BANNED}"
+    filtered = False
+    for item in processors:  # a session holds ends back before anything is filtered: see session.py
+        if filtered and type(item) in MINIMUM_LENGTHS:
+            return "a minimal length comes after a filter of the scores"
+        filtered = filtered or type(item) in FILTERS
     cache = cache_of(model_kwargs)
     if type(cache) is not DynamicCache or cache.offloading or {type(layer) for layer in cache.layers} - {DynamicLayer}:
         return f"the cache is a {type(cache).__name__}, not the default one"
