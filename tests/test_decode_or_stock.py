@@ -58,6 +58,29 @@ def test_more_ends_of_text_than_the_kernel_holds_back():
     assert model.last_reason == "a minimal length holds 9 ends of text back: the kernel knows 8"
 
 
+def test_more_room_than_the_model_has_positions_for():
+    """As those ask for who leave the end to the model: the buffers of the runtime would be of that size."""
+    model, ids = small_model("qwen3"), token_ids(1, 5)
+    end = int(model.generate(ids, max_new_tokens=8, do_sample=False)[0, -1])
+    options = {"do_sample": False, "eos_token_id": end}
+    expected = model.generate(ids, max_length=10**15, **options)
+    qwen_patch.patch_model(model)
+    for length, reason in ((512, None), (513, "room for 1024 tokens"), (10**15, "room for")):
+        assert torch.equal(model.generate(ids, max_length=length, **options), expected)
+        assert model.last_reason is None if reason is None else model.last_reason.startswith(reason)
+
+
+def test_no_memory_on_a_cpu():
+    """The session asks for more than an address can reach; the stock cache grows as the answer does."""
+    model, ids = small_model("qwen3", max_position_embeddings=2**55), token_ids(1, 5)
+    end = int(model.generate(ids, max_new_tokens=8, do_sample=False)[0, -1])
+    options = {"max_length": 2**55, "do_sample": False, "eos_token_id": end}
+    expected = model.generate(ids, **options)
+    for _ in range(2):
+        assert torch.equal(qwen_patch.patch_model(model).generate(ids, **options), expected)
+        assert model.last_reason == "no memory for the decode runtime"
+
+
 def test_a_minimal_length_after_a_filter():
     """The filter has left nothing but the end of text, which is then held back: all scores are -inf."""
     model, ids = small_model("qwen3"), token_ids(1, 5)

@@ -24,6 +24,7 @@ SESSIONS = {"cuda": CapturedSession, "cpu": Session}  # by the type of the devic
 MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
 SMALLEST_CAPACITY = 256
 NO_MEMORY = "no memory for the decode runtime"
+NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch has no class of error for it
 
 
 class Known(NamedTuple):
@@ -98,7 +99,9 @@ class Runtime:
                 logits = call.processors(call.input_ids, logits.to(torch.float32, copy=True))
             session.put(choose(logits, session.do_sample))
             return session, None
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and NO_CPU_MEMORY not in str(error):
+                raise
             self.sessions.clear()
             if NO_MEMORY not in self.told:
                 self.told.add(NO_MEMORY)
@@ -125,6 +128,9 @@ class Runtime:
             self.known = Known(state, buffers_of(model), reason, None if reason else Weights(model))
         if self.known.reason is not None:
             return self.known.reason
+        positions = model.config.max_position_embeddings
+        if (capacity := _key(call)[1]) > max(2 * positions, SMALLEST_CAPACITY):
+            return f"room for {capacity} tokens is asked for, of a model for {positions}"
         device = model.get_input_embeddings().weight.device
         if device != call.input_ids.device:
             return f"the prompt is on {call.input_ids.device}, the model on {device}"
