@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import compared, left_padded
-from models import small_model, token_ids
+from models import assert_parts_only_at_ties, small_model, token_ids
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
@@ -179,6 +179,20 @@ def test_weights_are_told_without_being_kept():
     weights = models.Weights(model)
     del model.model.layers[2]
     assert not weights.held()
+    weights = models.Weights(model)
+    model.lm_head.weight = None
+    assert not weights.held()
+
+
+def test_a_cast_that_swaps_parameters(each_way, monkeypatch):
+    """torch then moves the new weights into the old parameters, which must have no weak references."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, options = small_model("qwen3"), {"max_new_tokens": 20, "do_sample": False}
+    compared(model, left_padded(5))
+    expected = small_model("qwen3", torch.bfloat16).generate(**left_padded(5), **options)
+    found = model.to(torch.bfloat16).generate(**left_padded(5), **options)
+    assert model.last_reason is None
+    assert_parts_only_at_ties(model, lambda: small_model("qwen3"), None, expected, found)
 
 
 def test_processors_see_the_history(each_way):

@@ -95,14 +95,26 @@ def state_of(model: nn.Module) -> list[Any]:
 
 
 class Weights:
-    """Where a model's weights lie, told without keeping them."""
+    """Where a model's weights lie, told without keeping them.
+
+    By weak references to the modules: torch swaps no parameter to which there is one.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.places = [(weakref.ref(parameter), parameter.data_ptr()) for parameter in model.parameters()]
+        self.places = [
+            (weakref.ref(module), name, parameter.data_ptr())
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
 
     def held(self) -> bool:
-        """Whether what lies there is still the same parameters': a graph may read it."""
-        return all((weight := parameter()) is not None and weight.data_ptr() == at for parameter, at in self.places)
+        """Whether a parameter of the same module still lies there: a graph may read it."""
+        for reference, name, at in self.places:
+            module = reference()
+            weight = None if module is None else module._parameters.get(name)
+            if weight is None or weight.data_ptr() != at:
+                return False
+        return True
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
