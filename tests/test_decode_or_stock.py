@@ -125,6 +125,16 @@ def hooked(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def scaled(model: PreTrainedModel) -> PreTrainedModel:
+    model.model.layers[1].self_attn.scaling = 0.1
+    return model
+
+
+def limited(model: PreTrainedModel) -> PreTrainedModel:
+    model.model.embed_tokens.max_norm = 0.1
+    return model
+
+
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
     return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")).eval()
 
@@ -135,11 +145,15 @@ def adapted(model: PreTrainedModel) -> PreTrainedModel:
         (hooked, "model.layers.1.mlp has hooks"),
         (adapted, "model.layers.0.self_attn.q_proj is a peft."),
         (lambda model: model.train(), "the model is in training mode"),
+        (scaled, "its attentions are not alike"),
+        (limited, "its embedding has a maximal norm"),
     ],
-    ids=["hook", "adapter", "training"],
+    ids=["hook", "adapter", "training", "scaling", "max_norm"],
 )
 def test_models_that_the_stock_loop_takes(change, reason):
     model = qwen_patch.patch_model(small_model("qwen3"))
+    model.generate(input_ids=token_ids(1, 5), max_new_tokens=3, do_sample=False)
+    assert model.last_reason is None
     changed = change(model)
     changed.generate(input_ids=token_ids(1, 5), max_new_tokens=3, do_sample=False)
     assert model.last_reason.startswith(reason)

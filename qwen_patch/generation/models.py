@@ -40,7 +40,7 @@ RECORDER = "transformers.utils.output_capturing"
 # What may be put on a model, or a layer, and would be used in the stock loop.
 NUMBERS = (
     "variance_epsilon", "scaling", "attention_scaling", "rope_type", "head_dim", "num_key_value_groups",
-    "activations", "backend",
+    "activations", "backend", "max_norm",
 )  # fmt: skip
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
 
@@ -248,6 +248,11 @@ def _of_shapes(model: nn.Module) -> str | None:
         return "its lm_head has a bias"
     if len({m.variance_epsilon for m in model.modules() if hasattr(m, "variance_epsilon")}) > 1:
         return "its norms have more than one epsilon"
+    attentions = [layer.self_attn for layer in model.model.layers]
+    if len({(a.scaling, a.head_dim, a.num_key_value_groups) for a in attentions}) > 1:
+        return "its attentions are not alike"
+    if model.get_input_embeddings().max_norm is not None:
+        return "its embedding has a maximal norm"
     if head_dim > MAX_HEAD_DIM:
         return f"its head_dim is {head_dim}: the runtime takes up to {MAX_HEAD_DIM}"
     if q % head_dim or kv % head_dim or q != kv * attention.num_key_value_groups:
