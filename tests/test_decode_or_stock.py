@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import queue
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -379,3 +382,23 @@ def test_sessions_are_let_go_where_the_model_is_no_longer_taken():
     model.train()
     model.generate(**left_padded(4), **OPTIONS)
     assert not model.__dict__[RUNTIME].sessions
+
+
+def test_a_streamer_may_wait_for_a_thread_that_generates():
+    """As one does whose reader is slow; two calls that waited for each other would never end."""
+    model = small_model("qwen3")
+    expected = compared(model, left_padded(4), **OPTIONS)
+    written: queue.Queue = queue.Queue(1)
+    streamer = SimpleNamespace(put=functools.partial(written.put, timeout=30), end=lambda: None)
+    found: list[torch.Tensor] = []
+    writer = threading.Thread(
+        target=lambda: found.append(model.generate(**left_padded(4), **OPTIONS, streamer=streamer))
+    )
+    writer.start()
+    shown = [written.get(timeout=30).flatten()]  # the prompt
+    for _ in range(OPTIONS["max_new_tokens"]):
+        shown.append(written.get(timeout=30))
+        found.append(model.generate(**left_padded(4), **OPTIONS))
+    writer.join()
+    assert all(torch.equal(tokens, expected) for tokens in [*found, torch.cat(shown)[None]])
+    assert len(found) == 1 + OPTIONS["max_new_tokens"]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from .calls import Call, reason_against_call
@@ -21,6 +22,8 @@ from .session import Session, choose, kept_by_graphs
 
 logger = logging.getLogger("qwen_patch")
 SESSIONS = {"cuda": CapturedSession, "cpu": Session}  # by the type of the device
+# They hand tokens on, and wait for nobody.
+STREAMERS = (type(None), TextStreamer, TextIteratorStreamer, AsyncTextIteratorStreamer)
 MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
 SMALLEST_CAPACITY = 256
 NO_MEMORY = "no memory for the decode runtime"
@@ -42,8 +45,9 @@ class Runtime:
     def __init__(self) -> None:
         self.sessions: OrderedDict[Any, Session] = OrderedDict()
         self.known: Known | None = None  # of the model that the sessions are of
-        self.lock = threading.RLock()
-        self.busy = False  # seen true only by a call from within a call, of a streamer say
+        self.turns = threading.Condition()
+        self.caller: int | None = None  # the thread whose call is under way
+        self.may_wait = False  # that call, for its streamer
         self.finished: torch.cuda.Event | None = None  # the GPU's work for the last call
         self.last_reason: str | None = None
         self.told: set[str] = set()
@@ -52,13 +56,13 @@ class Runtime:
         """What generate's sampling loop returns; None where Transformers' own is to run, for `last_reason`."""
         reason = reason_against_config(model) or reason_against_call(call)
         if reason is None:
-            # A second thread waits here: the buffers are one batch's.
-            with self._turn(call.input_ids.device) as free:
-                rows = _Rows(call)  # what it asks the GPU for would later wait for the prompt
-                session, reason = self._started(model, call) if free else (None, "it was called by a call under way")
-                if session is not None:
-                    self.last_reason = None
-                    return _decode(session, rows, call.streamer)
+            with self._turn(call) as reason:
+                if reason is None:
+                    rows = _Rows(call)  # what it asks the GPU for would later wait for the prompt
+                    session, reason = self._started(model, call)
+                    if session is not None:
+                        self.last_reason = None
+                        return _decode(session, rows, call.streamer)
         self.last_reason = reason
         if reason not in self.told:
             self.told.add(reason)
@@ -66,22 +70,38 @@ class Runtime:
         return None
 
     @contextmanager
-    def _turn(self, device: torch.device) -> Iterator[bool]:
-        """The turn of one call, with the device made the current one; false for a call from within a call."""
-        on_gpu = device.type == "cuda"
-        with self.lock, torch.cuda.device(device) if on_gpu else nullcontext():
-            if self.busy:
-                yield False
+    def _turn(self, call: Call) -> Iterator[str | None]:
+        """The turn of one call, with its device made the current one; or why it has none.
+
+        A second thread waits for it: the buffers are one batch's. It does not where the call under way has a streamer
+        of somebody's own, which may wait in turn, for that thread even.
+        """
+        me, free = threading.get_ident(), False
+        on_gpu = call.input_ids.device.type == "cuda"
+        try:
+            with self.turns:
+                self.turns.wait_for(lambda: self.caller in (None, me) or self.may_wait)
+                free = self.caller is None
+                if free:
+                    self.caller, self.may_wait = me, type(call.streamer) not in STREAMERS
+                    self.turns.notify_all()
+                reason = "it was called by a call under way" if self.caller == me else "a streamer's call is under way"
+            if not free:
+                yield reason
                 return
-            try:
-                self.busy = True
-                if self.finished is not None:  # it may have been on another stream, and steps beyond the end under way
-                    torch.cuda.current_stream().wait_event(self.finished)
-                yield True
-            finally:
-                if on_gpu:
-                    self.finished = torch.cuda.current_stream().record_event()
-                self.busy = False
+            with torch.cuda.device(call.input_ids.device) if on_gpu else nullcontext():
+                try:
+                    if self.finished is not None:  # on another stream, it may be, with steps beyond the end under way
+                        torch.cuda.current_stream().wait_event(self.finished)
+                    yield None
+                finally:
+                    if on_gpu:
+                        self.finished = torch.cuda.current_stream().record_event()
+        finally:
+            if free:
+                with self.turns:
+                    self.caller = None
+                    self.turns.notify_all()
 
     def _started(self, model: nn.Module, call: Call) -> tuple[Session | None, str | None]:
         """A session that has taken the prompt and chosen the first tokens; or why there is none."""
