@@ -13,6 +13,7 @@ import torch
 from decoding import compared, left_padded
 from models import assert_parts_only_at_ties, small_model, token_ids
 from peft import LoraConfig, get_peft_model
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -254,6 +255,28 @@ def test_a_streamer_that_generates(each_way):
     assert torch.equal(model.generate(**left_padded(5), **options), expected)
     assert len(inner) == 21
     assert all(torch.equal(found, short) for found in inner)
+
+
+def test_weights_that_a_streamer_replaces():
+    """The step has their addresses: they stay in memory until the call ends, and no longer."""
+    model = small_model("qwen3", hidden_size=512, intermediate_size=4096)  # so large that freed weights are unmapped
+    expected = compared(model, left_padded(5))
+    places = [layer.mlp.down_proj.weight for layer in model.model.layers]
+    old = [StorageWeakRef(weight.untyped_storage()) for weight in places]
+    seen = 0
+
+    def replace(tokens: torch.Tensor) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 4:
+            for weight in places:
+                weight.data = torch.zeros_like(weight)
+
+    streamer, options = SimpleNamespace(put=replace, end=lambda: None), {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(model.generate(**left_padded(5), **options, streamer=streamer), expected)
+    assert all(storage.expired() for storage in old)
+    changed = model.generate(**left_padded(5), **options)
+    assert torch.equal(changed, qwen_patch.unpatch_model(model).generate(**left_padded(5), **options))
 
 
 def test_sampling_draws_from_the_distribution():

@@ -186,12 +186,15 @@ def _signature(call: Call) -> tuple:
 
 def _decode(session: Session, rows: _Rows, streamer: Any) -> torch.Tensor:
     """The rest of generate's sampling loop: returns input_ids with the new tokens, as it does."""
+    # `decode_step` and graphs have addresses only: a streamer, or another thread, may give the model other weights.
+    held = [weight.detach() for module in (session.decoder, session.head) for weight in module.parameters()]
     for tokens in _tokens(session, rows.room):
         shown = rows.add(tokens)
         if streamer is not None:
             streamer.put(shown)
         if rows.done:
             break
+    del held
     if streamer is not None:
         streamer.end()
     return rows.result()
