@@ -186,15 +186,12 @@ def _signature(call: Call) -> tuple:
 
 def _decode(session: Session, rows: _Rows, streamer: Any) -> torch.Tensor:
     """The rest of generate's sampling loop: returns input_ids with the new tokens, as it does."""
-    # `decode_step` and graphs have addresses only: a streamer, or another thread, may give the model other weights.
-    held = [weight.detach() for module in (session.decoder, session.head) for weight in module.parameters()]
     for tokens in _tokens(session, rows.room):
         shown = rows.add(tokens)
         if streamer is not None:
             streamer.put(shown)
         if rows.done:
             break
-    del held
     if streamer is not None:
         streamer.end()
     return rows.result()
@@ -203,13 +200,17 @@ def _decode(session: Session, rows: _Rows, streamer: Any) -> torch.Tensor:
 def _tokens(session: Session, most: int) -> Iterator[torch.Tensor]:
     """The rows' tokens on the host, step after step, with the session up to `ahead` bursts ahead."""
     under_way = deque([session.send()])
-    asked = 1
+    asked, held = 1, None
     while under_way or asked < most:
         while asked < most and len(under_way) <= session.ahead:
             steps = session.burst if most - asked >= session.burst else 1
             session.step(steps)
             under_way.append(session.send())
             asked += steps
+        if held is None:  # now that the GPU has work
+            # `decode_step` and graphs have addresses only: a streamer, or another thread, may give the model other
+            # weights. These stay until the answer is complete.
+            held = [weight.detach() for module in (session.decoder, session.head) for weight in module.parameters()]
         yield from under_way.popleft()().unbind(1)
 
 
