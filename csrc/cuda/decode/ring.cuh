@@ -13,7 +13,7 @@
 
 namespace qwen_patch::cuda::decode {
 
-// Warps that compute. Eight with 224 registers each beat sixteen with 112: a stage is a chain of latencies, so what
+// Warps that compute. Eight with 168 registers each beat sixteen with 112: a stage is a chain of latencies, so what
 // counts is how few instructions it has and how many loads are under way, not how many warps take part.
 constexpr int CONSUMERS = 8;
 constexpr int CONSUMER_THREADS = 32 * CONSUMERS;

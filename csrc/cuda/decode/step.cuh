@@ -38,10 +38,12 @@ __device__ __forceinline__ Best best_of_lanes(Best best) {
   return best;
 }
 
-// Where things lie in shared memory, in bytes. The host asks for `total`.
+// Where things lie in shared memory, in bytes. The host asks for `total`. What has a fixed size comes first: its place
+// is a constant then, where else it takes a register through the whole kernel (over int8 with a head of 128 that was
+// more than there are).
 template <typename T, typename W, int D, int SHIFT>
 struct Layout {
-  int barriers, scratch, squares, sums, sum_bytes, residual, best, shares, table, routes, x, x_bytes, slots, total;
+  int scratch, squares, residual, best, shares, sums, sum_bytes, barriers, routes, table, x, x_bytes, slots, total;
   __host__ __device__ Layout(const Step<T>& p) {
     int batch = 1 << SHIFT, at = 0;
     auto take = [&](int bytes) {
@@ -49,14 +51,14 @@ struct Layout {
       at += (bytes + 127) / 128 * 128;
       return here;
     };
-    barriers = take(2 * 8 * p.slots);
     scratch = take(static_cast<int>(sizeof(AttentionScratch<D>)));
     squares = take(MAX_BATCH * CONSUMERS * 4);
-    sum_bytes = p.tile_group * 16 * batch * SUM_PITCH * 4;
-    sums = take(2 * sum_bytes);
     residual = take(MAX_TILES * 16 * batch * 4);
     best = take(CONSUMERS * MAX_BATCH * 8);
     shares = take(static_cast<int>(sizeof(Shares)));
+    sum_bytes = p.tile_group * 16 * batch * SUM_PITCH * 4;
+    sums = take(2 * sum_bytes);
+    barriers = take(2 * 8 * p.slots);
     routes = take(p.route_count * 4);
     table = take(p.layer_count * static_cast<int>(sizeof(LayerWeights<T>)));
     x = take(x_bytes = p.x_chunks * batch * 2 * CHUNK + 512);  // 512: for the pitch of attention's results
