@@ -72,6 +72,8 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
   STD_TORCH_CHECK(int8 || weights == AS_EMBEDDING, DECODE_STEP,
                   ": takes 16-bit weights, or int8 ones with 16-bit activations");
   STD_TORCH_CHECK(int8 || !lm_head_scales, DECODE_STEP, ": takes an int8 lm_head with int8 layers only");
+  STD_TORCH_CHECK(lm_head.scalar_type() == (lm_head_scales ? ScalarType::Char : embedding.scalar_type()), DECODE_STEP,
+                  ": expects lm_head of the embedding's dtype, or int8 with scales, got ", describe(lm_head));
   STD_TORCH_CHECK(banned.numel() == 1 + MAX_BANNED, DECODE_STEP, ": expects banned [", 1 + MAX_BANNED, "], got ",
                   describe(banned));
   int64_t B = tokens.size(0), V = embedding.size(0), H = embedding.size(1), L = layers.size(0);

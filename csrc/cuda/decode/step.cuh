@@ -112,6 +112,10 @@ __device__ void produce(const Step<T>& p, const Shares& mine, Producer<W>& to) {
       all(W{}, rows, stage == 1 ? p.heads * D : stage == 3 ? p.I : p.H, stage & 1 ? p.x_chunks : WHOLE);
     }
   }
+#if __CUDA_ARCH__ >= 900
+  // Bulk copies of a 16-bit head go where the scales of int8 layers have been, which were not bulk copies.
+  if constexpr (sizeof(W) == 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
   with_type_of_head<T, W>(p, [&](auto type) { all(type, Rows::one(p.lm_head, mine.vocabulary), p.H, WHOLE); });
 }
 
