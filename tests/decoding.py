@@ -44,6 +44,25 @@ def left_padded(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def random_batch(model: PreTrainedModel, *lengths: int) -> dict[str, torch.Tensor]:
+    """Padded on the left, on the model's device; of all its tokens, other ones at each call."""
+    with torch.device(model.device):
+        ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)))
+        mask = torch.tensor([[int(i >= max(lengths) - n) for i in range(max(lengths))] for n in lengths])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+# What changes a model's answers, and must not be missed between two calls.
+def edit(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.mul_(-1)
+
+
+def replace(model: PreTrainedModel) -> None:
+    layer = model.model.layers[1]
+    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().flip(0).contiguous())
+
+
 def compared(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     """generate of the patched model, through the runtime, after the stock model's has been found to be the same."""
     options = {"max_new_tokens": 20, "do_sample": False} | options

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import edit, random_batch, replace
 from models import assert_parts_only_at_ties, small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, PreTrainedModel
 
@@ -29,12 +30,6 @@ def bundled(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedM
     model = AutoModelForCausalLM.from_pretrained(BUNDLED[name], dtype=dtype).to("cuda")
     model.generation_config.eos_token_id = None
     return model, tokenizer
-
-
-def random_batch(model: PreTrainedModel, *lengths: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)), device="cuda")
-    mask = torch.tensor([[int(i >= max(lengths) - n) for i in range(max(lengths))] for n in lengths], device="cuda")
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 LENGTHS = [
@@ -256,16 +251,6 @@ def test_sampled_tokens_have_the_stock_distribution():
     df = int(common.sum())
     assert df > 5
     assert statistic < df + 5 * math.sqrt(2 * df)
-
-
-def edit(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        model.model.layers[2].mlp.down_proj.weight.mul_(-1)
-
-
-def replace(model: PreTrainedModel) -> None:
-    layer = model.model.layers[1]
-    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().flip(0).contiguous())
 
 
 def exchange(model: PreTrainedModel) -> None:

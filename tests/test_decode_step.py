@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import edit, random_batch, replace
 from models import answers, assert_parts_only_at_ties, small_model
 from test_decode_int8 import int8_model
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
@@ -112,12 +113,6 @@ def bundled(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     return model
 
 
-def random_batch(model: PreTrainedModel, *lengths: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)))
-    mask = torch.tensor([[int(i >= max(lengths) - n) for i in range(max(lengths))] for n in lengths])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 @pytest.mark.parametrize("name", BUNDLED)
 @pytest.mark.parametrize(
     "lengths", [(7,), (5, 40, 1), (3, 9, 1, 30, 12, 30, 2, 8), (600, 900), tuple(range(1, 13))], ids=len
@@ -132,16 +127,6 @@ def test_greedy_in_bfloat16(name, lengths):
         (kept,) = model.__dict__[RUNTIME].sessions.values()
         assert kept.no_kernel is None
     assert_parts_only_at_ties(model, lambda: bundled(name, torch.float32), inputs["attention_mask"], expected, found)
-
-
-def edit(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        model.model.layers[2].mlp.down_proj.weight.mul_(-1)
-
-
-def replace(model: PreTrainedModel) -> None:
-    layer = model.model.layers[1]
-    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().flip(0).contiguous())
 
 
 @pytest.mark.parametrize("change", [edit, replace, lambda model: model.half()], ids=["edit", "replace", "retype"])
