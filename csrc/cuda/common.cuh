@@ -49,7 +49,8 @@ inline cudaStream_t current_stream(const Tensor& t) {
 
 struct DeviceTraits {
   int multiprocessors;
-  int major;  // of the compute capability
+  int major;         // of the compute capability
+  int block_shared;  // bytes of shared memory that a block may ask for
 };
 
 // Of the current device.
@@ -59,8 +60,12 @@ inline DeviceTraits device_traits() {
   check("device query", cudaGetDevice(&device));
   DeviceTraits& traits = known[device % 64];
   if (traits.multiprocessors == 0) {
-    check("device query", cudaDeviceGetAttribute(&traits.major, cudaDevAttrComputeCapabilityMajor, device));
-    check("device query", cudaDeviceGetAttribute(&traits.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    auto ask = [&](int& value, cudaDeviceAttr what) {
+      check("device query", cudaDeviceGetAttribute(&value, what, device));
+    };
+    ask(traits.major, cudaDevAttrComputeCapabilityMajor);
+    ask(traits.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    ask(traits.multiprocessors, cudaDevAttrMultiProcessorCount);  // last: it says that the others are known
   }
   return traits;
 }

@@ -19,13 +19,6 @@ Tensor packed(const Tensor& t) {
   return aligned16(whole.data_ptr()) ? whole : torch::stable::clone(whole);
 }
 
-int shared_of_block() {
-  int device = 0, bytes = 0;
-  check(OP, cudaGetDevice(&device));
-  check(OP, cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes;
-}
-
 // Both in float32, which the tensor cores of these kernels do not multiply: the reference's own expression.
 Tensor in_float32(const Tensor& x, const Tensor& values, const Tensor& scales, const std::optional<Tensor>& bias) {
   const int64_t sizes[2] = {values.size(0), values.size(1)}, strides[2] = {values.size(1), 1};
@@ -59,7 +52,7 @@ Problem<X> problem(const Tensor& x, const Tensor& values, const Tensor& scales, 
 // In launches of as many tokens as fit into shared memory. False where not even one does.
 template <bool QUANTIZED, typename T>
 bool run_few(Problem<T> p, T* out, cudaStream_t stream) {
-  int shared = shared_of_block(), fit = few_tokens_that_fit<QUANTIZED>(p.G, shared);
+  int shared = device_traits().block_shared, fit = few_tokens_that_fit<QUANTIZED>(p.G, shared);
   if (p.K % 16 != 0 || fit < 1) return false;
   for (int left = p.M; left > 0; left -= fit, p.x += fit * p.pitch, out += static_cast<int64_t>(fit) * p.N) {
     p.M = std::min(left, fit);

@@ -1,8 +1,6 @@
 // The launch of a decode step: its sizes as constants, its shared memory.
 #pragma once
 
-#include <algorithm>
-
 #include "step.cuh"
 
 namespace qwen_patch::cuda::decode {
@@ -10,18 +8,11 @@ namespace qwen_patch::cuda::decode {
 constexpr const char* DECODE_STEP = "decode_step";
 constexpr int MIN_SLOTS = 2;  // a tile of two octets is in use at once
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check(DECODE_STEP, cudaGetDevice(&device));
-  check(DECODE_STEP, cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-
 // Slots of the ring that fit beside everything else in shared memory.
 template <typename T, typename W, int D, int SHIFT>
 int slots_that_fit(Step<T> p) {
   p.slots = 1;
-  int left = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - Layout<T, W, D, SHIFT>(p).total - 256;
+  int left = device_traits().block_shared - Layout<T, W, D, SHIFT>(p).total - 256;
   return left < 0 ? 0 : 1 + left / (SLOT_BYTES<W> + 128);
 }
 
