@@ -184,7 +184,7 @@ def run(
     }
     baseline = None if baseline_from is None else Baseline(baseline_from, document)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # whose streams the graphs are captured on
+        torch.cuda.set_device(device.index or 0)  # whose streams the graphs are captured on
     rows: list[dict[str, Any]] = []
     kept: dict[str, torch.Tensor] = {}
 
