@@ -55,8 +55,12 @@ void with_head_dim(int64_t D, F&& f) {
 // f with D and SHIFT as constants.
 template <typename W, typename F>
 void with_constants(int64_t D, int64_t B, F&& f) {
-  with_head_dim<W>(
-      D, [&](auto d) { B == 1 ? f(d, std::integral_constant<int, 0>{}) : f(d, std::integral_constant<int, 3>{}); });
+  with_head_dim<W>(D, [&](auto d) {
+    if constexpr (std::is_same_v<W, Code>)
+      f(d, std::integral_constant<int, 0>{});
+    else
+      B == 1 ? f(d, std::integral_constant<int, 0>{}) : f(d, std::integral_constant<int, 3>{});
+  });
 }
 
 }  // namespace qwen_patch::cuda::decode

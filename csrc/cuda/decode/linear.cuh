@@ -6,14 +6,12 @@
 // memory, one barrier a group of tiles. Within 32 columns k is permuted, so that a lane's operands are 16 bytes in a
 // row.
 //
-// In int8 a lane reads its 8 of 32 columns as 8 bytes and widens them, which is exact; the sum over a group of 64
-// columns is scaled once, in fp32.
-//
 // What a lane reads for rows of the batch or of the weights that are not there is whatever lies in shared memory: rows
 // and columns of a product do not mix, and nobody reads those results.
 #pragma once
 
 #include "input.cuh"
+#include "products.cuh"
 #include "program.cuh"
 
 namespace qwen_patch::cuda::decode {
@@ -29,9 +27,11 @@ __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;
 template <typename T, typename W, int SHIFT>
 struct Consumer {
   static constexpr int ROOM = 1 << SHIFT;
+  template <typename V>
+  using Kept = KeptInput<T, V, ROOM>;
   const Step<T>& p;
   Ring<W> ring;
-  unsigned x;             // shared address of this warp's columns of the input: [chunk][row of the batch] x 256 bytes
+  unsigned x;             // shared address of this warp's columns of the input: [chunk][row of the batch] x X_PITCH
   float *squares, *sums;  // [row of the batch][warp]; [tile of a group][16 rows][batch] x SUM_PITCH, two in turns
   int sums_size;
   int warp, lane;
@@ -43,59 +43,59 @@ struct Consumer {
     asm volatile("" : "+r"(lane), "+r"(warp), "+r"(x), "+r"(ring.slots));
   }
 
-  // Odd rows of the batch keep their halves of 128 bytes swapped: a fragment's read covers two rows.
-  __device__ __forceinline__ unsigned x_at(int chunk, int b) const {
-    return x + (((chunk << SHIFT) + b) << 8) + (((lane >> 3) ^ (b & 1)) << 6) + ((lane & 7) << 3);
-  }
+  __device__ __forceinline__ unsigned x_at(int chunk, int b) const { return x + ((chunk << SHIFT) + b) * X_PITCH<W>; }
 
-  // Waits for this warp's columns of chunks [first, first + n) and keeps them; adds up their squares, row by row.
-  template <typename Source>
-  __device__ __forceinline__ void take(const Source& source, int first, int n, int K, float (&square_sums)[ROOM]) {
+  // Waits for this warp's columns of chunks [first, first + n); keep(chunk of these, row, 4 values, whether they are
+  // columns of K at all) takes them, in all lanes.
+  template <typename Source, typename F>
+  __device__ __forceinline__ void take(const Source& source, int first, int n, int K, F&& keep) {
     if constexpr (ROOM > 1) {
 #pragma unroll 1
-      for (int c = 0; c < n; ++c) take_some<ROOM>(source, first, c, K, square_sums);
+      for (int c = 0; c < n; ++c) take_some<ROOM>(source, first, c, K, keep);
     } else if (n == 1) {
-      take_some<1>(source, first, 0, K, square_sums);
+      take_some<1>(source, first, 0, K, keep);
     } else {
 #pragma unroll 1
       for (int c = 0; c < n; c += 4)
         if (n - c <= 2)
-          take_some<2>(source, first, c, K, square_sums);
+          take_some<2>(source, first, c, K, keep);
         else
-          take_some<4>(source, first, c, K, square_sums);
+          take_some<4>(source, first, c, K, keep);
     }
     __syncwarp();
   }
+  // ... as operands of products with weights of W.
   template <typename Source>
   __device__ __forceinline__ void take(const Source& source, int first, int n, int K) {
-    float unused[ROOM] = {};
-    take(source, first, n, K, unused);
+    take(source, first, n, K,
+         [&](int c, int b, uint2 v, bool there) { Kept<W>::store(x_at(c, b), b, lane, v, there); });
   }
   template <int D>
   __device__ __forceinline__ void take(const FromParts<T, D>& source, int first, int n, int K) {
     if (source.splits == 1) {
-      float unused[ROOM] = {};
-      take(source, first, n, K, unused);
+      take<FromParts<T, D>>(source, first, n, K);
       return;
     }
     constexpr int ROWS = ROOM == 1 ? 1 : 4, PARTS = ROOM == 1 ? 4 : 2;
-    int k = first * CHUNK + warp * COLUMNS + lane * 4;
+    int k0 = first * CHUNK + warp * COLUMNS;
 #pragma unroll 1
-    for (int c = 0; c < n && k < K; ++c, k += CHUNK)
+    for (int c = 0; c < n && k0 < K; ++c, k0 += CHUNK)
 #pragma unroll 1
       for (int b0 = 0; b0 < p.B; b0 += ROWS) {
-        int b[ROWS];
+        int b[ROWS], k = k0 + lane * 4;
         uint2 v[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) b[i] = min(b0 + i, p.B - 1);
-        source.template combine<PARTS>(v, b, k);
+        source.template combine<PARTS>(v, b, min(k, K - 4));
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) store64(x_at(c, b0 + i), v[i]);
+        for (int i = 0; i < ROWS; ++i) Kept<W>::store(x_at(c, b0 + i), b0 + i, lane, v[i], k < K);
       }
     __syncwarp();
   }
 
-  // A stage's whole input, with RMSNorm at the stock model's rounding: x * rsqrt, ROUND, times weight, ROUND.
+  // A stage's whole input, with RMSNorm at the stock model's rounding: x * rsqrt, ROUND, times weight, ROUND. V: what
+  // the stage's weights are.
+  template <typename V>
   __device__ __forceinline__ void take_normed(const FromWords& source, const T* weight, int K) {
     begin_stage();
     int chunks = chunks_of(K), k = warp * COLUMNS + lane * 4;
@@ -104,7 +104,12 @@ struct Consumer {
       if (int at = (c >> 1) * CHUNK + warp * COLUMNS + (c & 1) * 64; at < K)
         asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + at));
     float s[ROOM] = {};
-    take(source, 0, chunks, K, s);
+    take(source, 0, chunks, K, [&](int c, int b, uint2 v, bool there) {
+      if (there) store64(x_at(c, b) + lane * 8, v);
+      float2 lo = unpack2<T>(v.x), hi = unpack2<T>(v.y);
+      float sum = lo.x * lo.x + lo.y * lo.y + hi.x * hi.x + hi.y * hi.y;
+      s[b] += there ? sum : 0.f;
+    });
     sum_over_lanes(s);
     if constexpr (ROOM == 1) {
       if (lane == 0) squares[warp] = s[0];
@@ -120,13 +125,14 @@ struct Consumer {
       uint2 w = *reinterpret_cast<const uint2*>(weight + min(k, K - 4));
       uint2 v[ROOM];
 #pragma unroll
-      for (int row = 0; row < ROOM; ++row) v[row] = load64(x_at(c, row));
+      for (int row = 0; row < ROOM; ++row) v[row] = load64(x_at(c, row) + lane * 8);
 #pragma unroll
       for (int row = 0; row < ROOM; ++row) {
         float scale = ROOM == 1 ? r : __shfl_sync(~0u, r, row);
         float2 lo = unpack2<T>(v[row].x), hi = unpack2<T>(v[row].y);
-        store64(x_at(c, row), make_uint2(multiply2<T>(pack2<T>(lo.x * scale, lo.y * scale), w.x),
-                                         multiply2<T>(pack2<T>(hi.x * scale, hi.y * scale), w.y)));
+        v[row] = make_uint2(multiply2<T>(pack2<T>(lo.x * scale, lo.y * scale), w.x),
+                            multiply2<T>(pack2<T>(hi.x * scale, hi.y * scale), w.y));
+        Kept<V>::store(x_at(c, row), row, lane, v[row], k < K);
       }
     }
     __syncwarp();
@@ -136,9 +142,9 @@ struct Consumer {
   // this warp's first one on. `second`: whether the tile has its second octet.
   template <typename V>
   __device__ __forceinline__ void dot(float (&c)[2][4], int chunk_of_x, int chunks, int columns, bool second) {
-    int g8 = lane >> 2, t4 = lane & 3, b = g8 & (ROOM - 1);
+    int g8 = lane >> 2;
     constexpr int BYTES = sizeof(V);
-    unsigned in_slot = g8 * ROW_PITCH<V> + warp * (BYTES * COLUMNS) + t4 * (8 * BYTES);
+    unsigned in_slot = g8 * ROW_PITCH + warp * (BYTES * COLUMNS) + (lane & 3) * 16;
     unsigned row = ring.slot(at.slot) + in_slot, first_empty = ring.empty(at.slot);
     barrier_wait(ring.full(at.slot), at.parity);
     at.next(ring.count);
@@ -148,18 +154,17 @@ struct Consumer {
       barrier_wait(ring.full(at.slot), at.parity);
       at.next(ring.count);
     }
-    unsigned xb = x + (((chunk_of_x << SHIFT) + b) << 8) + t4 * 16, even = xb + ((b & 1) << 6),
-             odd = xb - ((b & 1) << 6);
+    unsigned my_x = x_at(chunk_of_x, g8 & (ROOM - 1));
     if constexpr (BYTES == 1) {
       unsigned scales = SCALES + g8 * SCALE_PITCH + warp * (4 * COLUMNS / GROUP) - in_slot;
 #pragma unroll 1
       for (int i = 0; i < min(chunks, SLOT_CHUNKS<V>); ++i) {
-        products_int8(c, row, row2, even, odd, row + scales, row2 + scales, columns / GROUP);
+        Kept<V>::products(c, row, row2, my_x, lane, row + scales, row2 + scales, columns / GROUP);
         row += CHUNK, row2 += CHUNK, scales -= CHUNK - 4 * CHUNK / GROUP;
-        even += 256 << SHIFT, odd += 256 << SHIFT, columns -= CHUNK;
+        my_x += X_PITCH<W> << SHIFT, columns -= CHUNK;
       }
     } else {
-      products_16_bits(c, row, row2, even, odd, columns >> 5);
+      Kept<V>::products(c, row, row2, my_x, lane, columns >> 5);
     }
     __syncwarp();
     if (lane == 0) {
@@ -171,14 +176,17 @@ struct Consumer {
   __device__ __forceinline__ float* sum_at(int tile, int row, int b) const {
     return sums + flip + (((tile * 16 + row) << SHIFT) + b) * SUM_PITCH;
   }
+  template <typename V>
   __device__ __forceinline__ void keep(int tile, const float (&c)[2][4], bool add) const {
     int g8 = lane >> 2, b = 2 * (lane & 3);
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (b + (i & 1) < ROOM) {
-        float* at = sum_at(tile, g8 + 8 * (i >> 1), b + (i & 1)) + warp;
-        *at = c[0][i] + c[1][i] + (add ? *at : 0.f);
-      }
+    for (int i = 0; i < 4; ++i) {
+      if ((i & 1) >= ROOM) continue;
+      float result = Kept<V>::result(c, i);
+      if (b + (i & 1) >= ROOM) continue;
+      float* at = sum_at(tile, g8 + 8 * (i >> 1), b + (i & 1)) + warp;
+      *at = result + (add ? *at : 0.f);
+    }
   }
   __device__ __forceinline__ float sum(int tile, int row, int b) const {
     const float4* s = reinterpret_cast<const float4*>(sum_at(tile, row, b));
@@ -196,7 +204,7 @@ struct Consumer {
 #pragma unroll 1
       for (int i = 0; i < chunks; i += SLOT_CHUNKS<V>, columns -= SLOT_CHUNKS<V> * CHUNK)
         dot<V>(c, i, chunks - i, columns, 2 * (t0 + t) + 1 < octets);
-      keep(t, c, add);
+      keep<V>(t, c, add);
     }
   }
 
@@ -233,67 +241,10 @@ struct Consumer {
   }
 
  private:
-  // 16 rows times 32 columns: A and A2 are 8 values of this lane's rows of the two octets, X of its row of the batch.
-  static __device__ __forceinline__ void multiply(float (&c)[2][4], const uint4& A, const uint4& A2, const uint4& X) {
-    mma<T>(c[0], A.x, A2.x, A.y, A2.y, X.x, X.y);
-    mma<T>(c[1], A.z, A2.z, A.w, A2.w, X.z, X.w);
-  }
-
-  // Over `groups` of 32 columns, at most four.
-  __device__ __forceinline__ void products_16_bits(float (&c)[2][4], unsigned row, unsigned row2, unsigned even,
-                                                   unsigned odd, int groups) const {
-    if (groups >= 4) {
-      uint4 A[4], A2[4], X[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        A[j] = load128(row + j * 64);
-        A2[j] = load128(row2 + j * 64);
-        X[j] = load128((j & 1 ? odd : even) + j * 64);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) multiply(c, A[j], A2[j], X[j]);
-    } else {
-#pragma unroll 1
-      for (int j = 0; j < groups; ++j)
-        multiply(c, load128(row + j * 64), load128(row2 + j * 64), load128((j & 1 ? odd : even) + j * 64));
-    }
-  }
-
-  // Over `groups` of 64 columns, at most two, of int8 rows whose scales lie at scales and scales2.
-  __device__ __forceinline__ void products_int8(float (&c)[2][4], unsigned row, unsigned row2, unsigned even,
-                                                unsigned odd, unsigned scales, unsigned scales2, int groups) const {
-    auto add = [&](const uint2(&A)[2], const uint2(&A2)[2], const uint4(&X)[2], float scale, float scale2) {
-      float sums[2][4] = {};
-#pragma unroll
-      for (int j = 0; j < 2; ++j) multiply(sums, int8::widened<T>(A[j]), int8::widened<T>(A2[j]), X[j]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) c[j][i] += (i < 2 ? scale : scale2) * sums[j][i];
-    };
-    if (groups >= 2) {
-      uint2 A[2][2], A2[2][2];
-      uint4 X[2][2];
-      uint2 s = load64(scales), s2 = load64(scales2);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        A[j >> 1][j & 1] = load64(row + j * 32);
-        A2[j >> 1][j & 1] = load64(row2 + j * 32);
-        X[j >> 1][j & 1] = load128((j & 1 ? odd : even) + j * 64);
-      }
-      add(A[0], A2[0], X[0], __uint_as_float(s.x), __uint_as_float(s2.x));
-      add(A[1], A2[1], X[1], __uint_as_float(s.y), __uint_as_float(s2.y));
-    } else if (groups == 1) {
-      const uint2 A[2] = {load64(row), load64(row + 32)}, A2[2] = {load64(row2), load64(row2 + 32)};
-      const uint4 X[2] = {load128(even), load128(odd + 64)};
-      add(A, A2, X, __uint_as_float(load64(scales).x), __uint_as_float(load64(scales2).x));
-    }
-  }
-
   // Waits for N pieces: of the next N chunks if there is one row, of the N rows of chunk c if there are more. Who has
   // no such columns or rows waits for others' and drops them.
-  template <int N, typename Source>
-  __device__ __forceinline__ void take_some(const Source& source, int first, int c, int K, float (&square_sums)[ROOM]) {
+  template <int N, typename Source, typename F>
+  __device__ __forceinline__ void take_some(const Source& source, int first, int c, int K, F&& keep) {
     int k0 = (first + c) * CHUNK + warp * COLUMNS + lane * 4, b[N], k[N];
     uint2 v[N];
 #pragma unroll
@@ -303,13 +254,8 @@ struct Consumer {
     }
     source.fetch(v, b, k);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      bool mine = k0 + (ROOM == 1 ? i * CHUNK : 0) < K;
-      if (mine) store64(ROOM == 1 ? x_at(c + i, 0) : x_at(c, i), v[i]);
-      float2 lo = unpack2<T>(v[i].x), hi = unpack2<T>(v[i].y);
-      float sum = lo.x * lo.x + lo.y * lo.y + hi.x * hi.x + hi.y * hi.y;
-      square_sums[ROOM == 1 ? 0 : i] += mine ? sum : 0.f;
-    }
+    for (int i = 0; i < N; ++i)
+      keep(ROOM == 1 ? c + i : c, ROOM == 1 ? 0 : i, v[i], k0 + (ROOM == 1 ? i * CHUNK : 0) < K);
   }
 
   // s[0] becomes the sum over the warp's lanes; of 8 rows, lane l has that of row l / 4.

@@ -5,7 +5,7 @@
 // A slot is an octet: 8 rows of at most 1,024 columns of 16 bits, or 2,048 of int8 and their scales. A row travels as
 // one bulk copy of up to 2 KB (sm_90; below, as cp.async pieces of 16 bytes). Rows lie 64 bytes beyond a multiple of
 // 128 apart, so that the 16-byte reads of a tensor core's fragment, 8 lanes over 2 rows at a time, meet no bank
-// conflict; 32 for the 8-byte reads of int8. At most `in_flight` slots are asked for at a time: more only lengthens the
+// conflict. At most `in_flight` slots are asked for at a time: more only lengthens the
 // queue at L2, in which the activations wait too.
 #pragma once
 
@@ -22,13 +22,12 @@ constexpr int COLUMNS = CHUNK / CONSUMERS;  // of them, a warp's
 using int8::GROUP;
 template <typename W>
 constexpr int SLOT_CHUNKS = 2 / sizeof(W);
-template <typename W>
-constexpr int ROW_PITCH = 2 * CHUNK + 32 * sizeof(W);  // bytes
+constexpr int ROW_PITCH = 2 * CHUNK + 64;  // bytes
 // The scales of a slot's rows lie behind them, with room against bank conflicts.
-constexpr int SCALES = 8 * ROW_PITCH<int8_t>, SCALE_PITCH = 4 * SLOT_CHUNKS<int8_t> * CHUNK / GROUP + 16;
+constexpr int SCALES = 8 * ROW_PITCH, SCALE_PITCH = 4 * SLOT_CHUNKS<int8_t> * CHUNK / GROUP + 16;
 // In a kernel whose layers' weights are W; its head may be of 16 bits.
 template <typename W>
-constexpr int SLOT_BYTES = sizeof(W) == 1 ? SCALES + 8 * SCALE_PITCH : 8 * ROW_PITCH<W>;
+constexpr int SLOT_BYTES = sizeof(W) == 1 ? SCALES + 8 * SCALE_PITCH : 8 * ROW_PITCH;
 
 __host__ __device__ constexpr int chunks_of(int columns) { return (columns + CHUNK - 1) / CHUNK; }
 
@@ -122,7 +121,7 @@ struct Producer {
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
             "l"(from), "r"(bytes), "r"(full)
             : "memory");
-        to += ROW_PITCH<V>;
+        to += ROW_PITCH;
         from += stride;
         asm volatile("" : "+l"(from));  // else each row's address is multiplied out anew
       };
@@ -140,8 +139,7 @@ struct Producer {
     for (int r = 0; r < n; ++r)
 #pragma unroll 1
       for (int i = static_cast<int>(threadIdx.x & 31) * 16; i < bytes; i += 512)
-        copy_async<16>(to + r * ROW_PITCH<V> + i,
-                       reinterpret_cast<const char*>(rows + static_cast<int64_t>(r) * K) + i);
+        copy_async<16>(to + r * ROW_PITCH + i, reinterpret_cast<const char*>(rows + static_cast<int64_t>(r) * K) + i);
 #endif
   }
 

@@ -1,9 +1,9 @@
 // One decode step of the whole model as one kernel: a block a multiprocessor, all of them on the device at once.
 //
-// W: what the layers' weights are, T or int8. Bytes: every weight once, the cache once. 5 exchanges a layer (q/k/v,
-// parts of attention, hidden state after attention, activation, hidden state after the MLP), one before them for the
-// embedding, one after them for the choice of the token. 8 warps compute, one fills the ring of weights (ring.cuh).
-// Each block owns the same rows of the hidden state in every layer, and keeps them as residual.
+// W: what the layers' weights are, T, int8_t or Code (products.cuh). Bytes: every weight once, the cache once. 5
+// exchanges a layer (q/k/v, parts of attention, hidden state after attention, activation, hidden state after the MLP),
+// one before them for the embedding, one after them for the choice of the token. 8 warps compute, one fills the ring of
+// weights (ring.cuh). Each block owns the same rows of the hidden state in every layer, and keeps them as residual.
 #pragma once
 
 #include "../silu_mul_kernel.cuh"
@@ -61,7 +61,7 @@ struct Layout {
     barriers = take(2 * 8 * p.slots);
     routes = take(p.route_count * 4);
     table = take(p.layer_count * static_cast<int>(sizeof(LayerWeights<T>)));
-    x = take(x_bytes = p.x_chunks * batch * 2 * CHUNK + 512);  // 512: for the pitch of attention's results
+    x = take(x_bytes = p.x_chunks * batch * CONSUMERS * X_PITCH<W> + 512);  // 512: for the pitch of attention's results
     slots = take(p.slots * SLOT_BYTES<W>);
     total = at;
   }
@@ -176,7 +176,7 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
   for (int layer = 0; layer < p.layer_count; ++layer) {
     const LayerWeights<T>& w = block.table[layer];
     int exchange = EXCHANGES_A_LAYER * layer + 1;
-    me.take_normed(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, p.H);
+    me.template take_normed<W>(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, p.H);
     me.template tiles<W>(qkv_octets, p.H, [&](int tile, int in_group, int row, int b) {
       int route = block.routes[tile * 16 + row];
       if (route < 0) return;
@@ -193,7 +193,7 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
     me.phases(FromParts<T, D>{p.parts, p.part_weights, p.B, q_size, mine.splits, epoch(exchange + 1)},
               Rows::octets_of(hidden), q_size, into_residual(epoch(exchange + 2)));
 
-    me.take_normed(FromWords{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, p.H);
+    me.template take_normed<W>(FromWords{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, p.H);
     me.template tiles<W>(2 * Rows::octets_of(inner), p.H, [&](int tile, int in_group, int row, int b) {
       int local = tile * 8 + row;
       if (row >= 8 || local >= inner.count) return;
@@ -205,7 +205,6 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
               into_residual(epoch(exchange + 4)));
   }
 
-  me.take_normed(FromWords{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm, p.H);
   Best best = {-INFINITY, 0x7fffffff};
   auto logit_of = [&](int tile, int in_group, int row, int b) {
     int local = tile * 16 + row;
@@ -216,8 +215,10 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
       if (mine.banned[i] == logit.index) logit.value = -INFINITY;
     if (better(logit, best)) best = logit;
   };
-  with_type_of_head<T, W>(
-      p, [&](auto type) { me.template tiles<decltype(type)>(Rows::octets_of(vocabulary), p.H, logit_of); });
+  with_type_of_head<T, W>(p, [&](auto type) {
+    me.template take_normed<decltype(type)>(FromWords{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm, p.H);
+    me.template tiles<decltype(type)>(Rows::octets_of(vocabulary), p.H, logit_of);
+  });
 
   // A thread has met one row of the batch only: the threads are a multiple of it.
   best = best_of_lanes<me.ROOM>(best);
@@ -291,7 +292,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   }
   Consumer<T, W, SHIFT> me{p,
                            ring,
-                           shared_address(shared + at.x) + warp * p.x_chunks * (2 * COLUMNS << SHIFT),
+                           shared_address(shared + at.x) + warp * p.x_chunks * (X_PITCH<W> << SHIFT),
                            reinterpret_cast<float*>(shared + at.squares),
                            reinterpret_cast<float*>(shared + at.sums),
                            at.sum_bytes / 4,

@@ -37,10 +37,13 @@ template <typename T>
 __device__ __forceinline__ unsigned high_codes(unsigned word) {
   return from_codes<T>(__byte_perm(word, 0, 0x4342));
 }
-// ... and all four of two words, in order.
-template <typename T>
-__device__ __forceinline__ uint4 widened(uint2 words) {
-  return make_uint4(low_codes<T>(words.x), high_codes<T>(words.x), low_codes<T>(words.y), high_codes<T>(words.y));
+// The codes of two words plus 128, in order, as values of T in T's smallest step: the bits of 0 to 255 are subnormals,
+// and in bfloat16 from 128 on the first numbers beyond them, which are as far apart.
+__device__ __forceinline__ uint4 plus_128(uint2 words) {
+  unsigned a = words.x ^ 0x80808080, b = words.y ^ 0x80808080;
+  return make_uint4(__byte_perm(a, 0, 0x4140), __byte_perm(a, 0, 0x4342), __byte_perm(b, 0, 0x4140),
+                    __byte_perm(b, 0, 0x4342));
 }
+constexpr unsigned MINUS_128 = 0x80808080;  // twice, likewise
 
 }  // namespace qwen_patch::cuda::int8
