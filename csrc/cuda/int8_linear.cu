@@ -50,15 +50,21 @@ Problem<X> problem(const Tensor& x, const Tensor& values, const Tensor& scales, 
 }
 
 // In launches of as many tokens as fit into shared memory. False where not even one does.
-template <bool QUANTIZED, typename T>
+template <As AS, typename T>
 bool run_few(Problem<T> p, T* out, cudaStream_t stream) {
-  int shared = device_traits().block_shared, fit = few_tokens_that_fit<QUANTIZED>(p.G, shared);
+  int shared = device_traits().block_shared, fit = few_tokens_that_fit<AS>(p.G, shared);
   if (p.K % 16 != 0 || fit < 1) return false;
   for (int left = p.M; left > 0; left -= fit, p.x += fit * p.pitch, out += static_cast<int64_t>(fit) * p.N) {
     p.M = std::min(left, fit);
-    launch_few<T, QUANTIZED>(p, out, shared, stream);
+    launch_few<T, AS>(p, out, shared, stream);
   }
   return true;
+}
+// Tokens whose digits are one product's columns are faster so.
+template <typename T>
+bool run_few_in_16_bits(const Problem<T>& p, T* out, cudaStream_t stream) {
+  if (p.M * DIGITS <= 8 && run_few<As::DIGITS>(p, out, stream)) return true;
+  return run_few<As::FLOAT>(p, out, stream);
 }
 
 template <typename X, typename T>
@@ -71,7 +77,7 @@ void run_many(const Problem<X>& p, T* out, cudaStream_t stream) {
 
 template <typename T>
 void run_quantized(const Problem<T>& p, const Tensor& x, T* out, cudaStream_t stream) {
-  if (p.M <= FEW_TOKENS && run_few<true>(p, out, stream)) return;
+  if (p.M <= FEW_TOKENS && run_few<As::CODES>(p, out, stream)) return;
   int64_t pitch = int64_t{p.G} * GROUP, tiles = (p.M + SCALE_TILE - 1) / SCALE_TILE;
   Tensor room = new_bytes(x, p.M * pitch + tiles * SCALE_TILE * p.G * 4);
   int8_t* codes = out_ptr<int8_t>(room);
@@ -98,7 +104,7 @@ Tensor int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor>
       run_quantized(p, x, y, stream);
     } else if constexpr (std::is_same_v<T, float>) {
       return in_float32(x, values, scales, bias);
-    } else if (p.M > FEW_TOKENS || !run_few<false>(p, y, stream)) {
+    } else if (p.M > FEW_TOKENS || !run_few_in_16_bits(p, y, stream)) {
       run_many<T, T>(p, y, stream);
     }
   });

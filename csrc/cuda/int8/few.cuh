@@ -7,12 +7,14 @@
 // write weights. Codes go from memory to registers, 16 neighbours of a row to a lane, and become T there; k is permuted
 // within a group so that a lane's codes are its share of the fragment. The tokens lie in shared memory in that order.
 // A group's sum is made by itself and then scaled, in fp32. The warps' sums meet in shared memory, one barrier a tile.
-// QUANTIZED: each block quantizes the tokens for itself, and a group's sum is one of integers.
+// AS: how the tokens come: in 16 bits, or as int8, with a group's sum one of integers; each block makes them so for
+// itself. In int8 they are codes, which rounds them, or three digits each, which does not (digits.cuh).
 // Limits: K a multiple of 16; as many tokens as fit into shared memory.
 #pragma once
 
 #include <algorithm>
 
+#include "digits.cuh"
 #include "quantize.cuh"
 
 namespace qwen_patch::cuda::int8 {
@@ -23,14 +25,19 @@ constexpr int FEW_RESIDENT = 16;  // warps of a multiprocessor
 constexpr int FEW_DEPTH = 2;      // units that a warp has under way: 4 KB each
 constexpr int UNIT = 4;           // groups
 
-// A row of tokens in shared memory, in bytes: rows that a warp reads at once start in different banks.
-template <bool QUANTIZED>
+enum class As { FLOAT, CODES, DIGITS };
+// Rows of shared memory, and columns of a product, that a token takes.
+template <As AS>
+constexpr int FEW_ROWS = AS == As::DIGITS ? DIGITS : 1;
+
+// A row in shared memory, in bytes: rows that a warp reads at once start in different banks.
+template <As AS>
 __host__ __device__ constexpr int few_pitch(int G) {
-  return QUANTIZED ? (G | 1) * GROUP : G * GROUP * 2 + 16;
+  return AS == As::FLOAT ? G * GROUP * 2 + 16 : (G | 1) * GROUP;
 }
-template <bool QUANTIZED>
+template <As AS>
 __host__ __device__ constexpr int few_shared(int tokens, int G) {
-  return tokens * (few_pitch<QUANTIZED>(G) + (QUANTIZED ? 4 * G : 0));
+  return tokens * FEW_ROWS<AS> * (few_pitch<AS>(G) + (AS == As::FLOAT ? 0 : 4 * G));
 }
 // The warps' sums of a tile, one after the other for each output, padded against bank conflicts.
 constexpr int FEW_PITCH = FEW_WARPS + 1;
@@ -41,12 +48,13 @@ struct Unit {
   float scales[ROWS / 8];  // of one of the four groups: each lane of four has another
 };
 
-template <typename T, bool QUANTIZED, int TILES, int ROWS>
+template <typename T, As AS, int TILES, int ROWS>
 struct Few {
   static constexpr int HALVES = ROWS / 8;
-  using Sum = std::conditional_t<QUANTIZED, int, float>;
+  using Sum = std::conditional_t<AS == As::FLOAT, float, int>;
   const Problem<T>& p;
-  char* tokens;  // shared: rows of few_pitch bytes, then, where QUANTIZED, their scales [M, G]
+  char* tokens;  // shared: rows of few_pitch bytes, then, of int8, their scales [rows, G]
+  int rows;      // of all tokens
   int warp, lane, warps;
 
   __device__ __forceinline__ int row(int tile, int half) const {
@@ -70,18 +78,35 @@ struct Few {
 
   // The tokens in shared memory, in the order in which fragments are read.
   __device__ __forceinline__ void take_tokens() const {
-    int pitch = few_pitch<QUANTIZED>(p.G), packs = p.G * (GROUP / 8), thread = threadIdx.x, threads = 32 * warps;
+    int pitch = few_pitch<AS>(p.G), packs = p.G * (GROUP / 8), thread = threadIdx.x, threads = 32 * warps;
     unsigned to = shared_address(tokens);
-    if constexpr (QUANTIZED) {
-      float* scales = reinterpret_cast<float*>(tokens + p.M * pitch);
+    if constexpr (AS != As::FLOAT) {
+      float* scales = reinterpret_cast<float*>(tokens + rows * pitch);
       for (int base = 0; base < p.M * packs; base += threads) {  // whole warps, for the shuffles
         int i = base + thread, m = i / packs, k = i % packs * 8;
         bool there = m < p.M;
-        uint2 codes;
-        float scale = quantize_8(p.x + static_cast<int64_t>(m) * p.K + k, there && k < p.K, codes);
+        const T* x = p.x + static_cast<int64_t>(m) * p.K + k;
+        uint2 values[FEW_ROWS<AS>];
+        float scale, next = 1.f;  // the next row's, of this one's
+        if constexpr (AS == As::CODES) {
+          scale = quantize_8(x, there && k < p.K, values[0]);
+        } else {
+          float v[8];
+          DigitUnit of(read_8(x, there && k < p.K, v));
+          unsigned low[DIGITS], high[DIGITS];
+          digits_of(v, of.inverse, low);
+          digits_of(v + 4, of.inverse, high);
+#pragma unroll
+          for (int d = 0; d < DIGITS; ++d) values[d] = make_uint2(low[d], high[d]);
+          scale = of.unit * 65536.f, next = 1.f / 256;
+        }
         if (!there) continue;
-        store64(to + m * pitch + k, codes);
-        if (k % GROUP == 0) scales[m * p.G + k / GROUP] = scale;
+#pragma unroll
+        for (int d = 0; d < FEW_ROWS<AS>; ++d, scale *= next) {
+          int row = m * FEW_ROWS<AS> + d;
+          store64(to + row * pitch + k, values[d]);
+          if (k % GROUP == 0) scales[row * p.G + k / GROUP] = scale;
+        }
       }
     } else {
       for (int i = thread; i < p.M * packs; i += threads) {
@@ -94,27 +119,34 @@ struct Few {
     }
   }
 
-  // The lane's token of a tile of 8; of one that is not there, any: columns of a product do not mix.
+  // The lane's row of a tile of 8; of one that is not there, any: columns of a product do not mix.
   __device__ __forceinline__ unsigned token(int tile) const {
     int m = tile * 8 + (lane >> 2);
-    return shared_address(tokens) + (m < p.M ? m : 0) * few_pitch<QUANTIZED>(p.G) + (lane & 3) * (QUANTIZED ? 16 : 32);
+    return shared_address(tokens) + (m < rows ? m : 0) * few_pitch<AS>(p.G) + (lane & 3) * (AS == As::FLOAT ? 32 : 16);
   }
+
+  static __device__ __forceinline__ float value(float sum) { return sum; }
+  static __device__ __forceinline__ float value(int sum) { return __int_as_float(sum) - FLOAT; }
 
   // Adds the products of group g, the j-th of its unit, to y.
   __device__ __forceinline__ void multiply(float (&y)[TILES][4], const Unit<ROWS>& unit, int j, int g,
                                            const unsigned (&x)[TILES]) const {
     const uint4 &A = unit.codes[j][0], none = make_uint4(0, 0, 0, 0),
                 &B = HALVES == 2 ? unit.codes[j][HALVES - 1] : none;
-    Sum sums[TILES][4] = {};
-    if constexpr (QUANTIZED) {
+    Sum sums[TILES][4];
+    if constexpr (AS != As::FLOAT) {
 #pragma unroll
       for (int i = 0; i < TILES; ++i) {
         uint4 v = load128(x[i] + g * GROUP);
-        mma_int8(sums[i], A.x, B.x, A.y, B.y, v.x, v.y);
+        mma_int8(sums[i], A.x, B.x, A.y, B.y, v.x, v.y, FLOAT_BITS);
         mma_int8(sums[i], A.z, B.z, A.w, B.w, v.z, v.w);
       }
     } else {
       uint4 v[TILES][2];
+#pragma unroll
+      for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[i][c] = 0.f;
 #pragma unroll
       for (int i = 0; i < TILES; ++i) {
         v[i][0] = load128(x[i] + g * (2 * GROUP));
@@ -140,13 +172,12 @@ struct Few {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float of_token = 1.f;
-        if constexpr (QUANTIZED) {
-          int m = min(i * 8 + (lane & 3) * 2 + c, p.M - 1);
-          of_token = reinterpret_cast<const float*>(tokens + p.M * few_pitch<true>(p.G))[m * p.G + g];
+        if constexpr (AS != As::FLOAT) {
+          int m = min(i * 8 + (lane & 3) * 2 + c, rows - 1);
+          of_token = reinterpret_cast<const float*>(tokens + rows * few_pitch<AS>(p.G))[m * p.G + g];
         }
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-          y[i][2 * h + c] += static_cast<float>(sums[i][2 * h + c]) * (scales[h] * of_token);
+        for (int h = 0; h < HALVES; ++h) y[i][2 * h + c] += value(sums[i][2 * h + c]) * (scales[h] * of_token);
       }
     }
   }
@@ -158,7 +189,7 @@ struct Few {
 #pragma unroll
       for (int c = 0; c < 2 * HALVES; ++c) {
         int m = t * 8 + (lane & 3) * 2 + (c & 1), n = (lane >> 2) + (c >> 1) * 8;
-        if (m < p.M) sums[(m * ROWS + n) * FEW_PITCH + warp] = y[t][c];
+        if (m < rows) sums[(m * ROWS + n) * FEW_PITCH + warp] = y[t][c];
         y[t][c] = 0.f;
       }
     __syncthreads();
@@ -166,18 +197,20 @@ struct Few {
       int m = i / ROWS, n = tile * ROWS + i % ROWS;
       if (n >= p.N) continue;
       float total = 0.f;
-      for (int w = 0; w < warps; ++w) total += sums[i * FEW_PITCH + w];
+#pragma unroll
+      for (int d = 0; d < FEW_ROWS<AS>; ++d)
+        for (int w = 0; w < warps; ++w) total += sums[((m * FEW_ROWS<AS> + d) * ROWS + i % ROWS) * FEW_PITCH + w];
       out[static_cast<int64_t>(m) * p.N + n] = from_float<T>(total + bias_at<T>(p, n));
     }
   }
 };
 
-template <typename T, bool QUANTIZED, int TILES, int ROWS>
+template <typename T, As AS, int TILES, int ROWS>
 __global__ void __launch_bounds__(32 * FEW_WARPS, FEW_RESIDENT / FEW_WARPS) few_tokens(Problem<T> p, T* out) {
   extern __shared__ __align__(16) char shared[];
   __shared__ float sums[2][TILES * 8 * ROWS * FEW_PITCH];
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  Few<T, QUANTIZED, TILES, ROWS> few{p, shared, warp, lane, warps};
+  Few<T, AS, TILES, ROWS> few{p, shared, p.M * FEW_ROWS<AS>, warp, lane, warps};
   int tiles = (p.N + ROWS - 1) / ROWS, units = (p.G + UNIT - 1) / UNIT, steps = (units + warps - 1) / warps;
   int total = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x * steps;  // units of each warp, some maybe beyond K
   Unit<ROWS> unit[FEW_DEPTH];
@@ -227,29 +260,31 @@ __global__ void __launch_bounds__(32 * FEW_WARPS, FEW_RESIDENT / FEW_WARPS) few_
 }
 
 // How many tokens a launch can take: what fits beside the sums into `shared` bytes.
-template <bool QUANTIZED>
+template <As AS>
 int few_tokens_that_fit(int G, int shared) {
   int left = shared - static_cast<int>(sizeof(float)) * 2 * FEW_TOKENS * 16 * FEW_PITCH;
-  int tokens = left / few_shared<QUANTIZED>(1, G);
+  int tokens = left / few_shared<AS>(1, G);
   return tokens < FEW_TOKENS ? tokens : FEW_TOKENS;
 }
 
 // Warps: as many as it takes to have no more steps than FEW_WARPS would need. A multiprocessor has room for
 // FEW_RESIDENT, in one block or in several. Tiles of 8 rows where those of 16 would give some multiprocessor more rows
 // to do.
-template <typename T, bool QUANTIZED>
+template <typename T, As AS>
 void launch_few(const Problem<T>& p, T* out, int max_shared, cudaStream_t stream) {
   int units = (p.G + UNIT - 1) / UNIT, steps = (units + FEW_WARPS - 1) / FEW_WARPS, warps = (units + steps - 1) / steps;
   int64_t sms = device_traits().multiprocessors;
   auto tiles = [&](int rows) { return (p.N + int64_t{rows} - 1) / rows; };
   auto most_rows = [&](int rows) { return (tiles(rows) + sms - 1) / sms * rows; };
-  bool halves = p.M <= 8 && most_rows(8) < most_rows(16);
-  int shared = few_shared<QUANTIZED>(p.M, p.G);
+  int rows = p.M * FEW_ROWS<AS>;
+  bool halves = rows <= 8 && most_rows(8) < most_rows(16);
+  int shared = few_shared<AS>(p.M, p.G);
   int whole = shared + static_cast<int>(sizeof(float)) * 2 * FEW_TOKENS * 16 * FEW_PITCH;
   int64_t blocks = sms * std::max(1, std::min(FEW_RESIDENT / warps, max_shared / whole));
-  auto kernel = few_tokens<T, QUANTIZED, 1, 16>;
-  if (p.M > 8) kernel = few_tokens<T, QUANTIZED, 2, 16>;
-  if (halves) kernel = few_tokens<T, QUANTIZED, 1, 8>;
+  auto kernel = few_tokens<T, AS, 1, 16>;
+  if constexpr (AS != As::DIGITS)
+    if (rows > 8) kernel = few_tokens<T, AS, 2, 16>;
+  if (halves) kernel = few_tokens<T, AS, 1, 8>;
   launch_with_shared(OP, kernel, dim3(static_cast<unsigned>(std::min(blocks, tiles(halves ? 8 : 16)))), 32 * warps,
                      shared, stream, p, out);
 }

@@ -12,17 +12,17 @@ namespace qwen_patch::cuda::int8 {
 constexpr int QUANTIZE_WARPS = 8;
 
 // The calling lane's 8 values, `x` on, of a group that 8 neighbours share; zeros where `there` is false. Gives back the
-// group's scale, and the 8 codes. All 32 lanes of a warp call it.
+// group's largest |value| as bits: NaN is beyond infinity, and no comparison passes over it. All 32 lanes of a warp
+// call it.
 template <typename T>
-__device__ __forceinline__ float quantize_8(const T* x, bool there, uint2& codes) {
+__device__ __forceinline__ unsigned read_8(const T* x, bool there, float (&v)[8]) {
   constexpr int PACKS = 8 / PACK<T>;
   Pack<T, PACK<T>> raw[PACKS] = {};
   if (there) {
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) raw[i] = reinterpret_cast<const Pack<T, PACK<T>>*>(x)[i];
   }
-  float v[8];
-  unsigned largest = 0;  // as bits: NaN is beyond infinity, and no comparison passes over it
+  unsigned largest = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     v[i] = to_float(raw[i / PACK<T>].v[i % PACK<T>]);
@@ -30,6 +30,14 @@ __device__ __forceinline__ float quantize_8(const T* x, bool there, uint2& codes
   }
 #pragma unroll
   for (int apart = 4; apart; apart /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, apart));
+  return largest;
+}
+
+// Of the same 8 values the codes; gives back the group's scale.
+template <typename T>
+__device__ __forceinline__ float quantize_8(const T* x, bool there, uint2& codes) {
+  float v[8];
+  unsigned largest = read_8(x, there, v);
   float scale = largest < 0x7f800000 ? __fdiv_rn(__uint_as_float(largest), 127.f) : __uint_as_float(0x7fffffff);
   unsigned packed[2] = {};
   if (scale > 0.f) {
