@@ -4,8 +4,9 @@
 #   measure.sh cpu|cuda int8 OUT_DIR MODEL_DIR            generate and perplexity in int8, on a real model
 #   measure.sh cpu|cuda ops OUT_DIR                       every op at the shapes of real models
 #   measure.sh cpu|cuda gemm OUT_DIR [SET]                linears in fp32, bf16 and int8, at a square size and those of models
-#   measure.sh cuda decode OUT_DIR [SHAPE]                generate through the decode runtime against Transformers' own loop
-#                                                         and its compiled static cache; 90 s a shape on an H200
+#   measure.sh cuda decode OUT_DIR [SHAPE]                generate through the decode runtime, in bf16 and int8, against
+#                                                         Transformers' own loop and its compiled static cache; 2 minutes
+#                                                         a shape on an H200
 #   measure.sh cuda long OUT_DIR                          the same on Qwen3-8B with 8 sequences, and after 8,064 tokens;
 #                                                         without the static cache; 2 minutes
 #   measure.sh cuda speed OUT_DIR [SHAPE]                 the fused modules under Transformers' own loop, and the ablations,
@@ -59,17 +60,17 @@ fi
 
 if [ "$part" = decode ]; then
   for shape in ${subject:-Qwen2.5-0.5B Qwen3-0.6B Qwen3-1.7B Qwen3-8B}; do
-    qwen_patch bench --device cuda --model "random:$shape" --fusion both --prompt-lengths 128 --rounds 3 --static \
+    qwen_patch bench --device cuda --model "random:$shape" --fusion both,int8 --prompt-lengths 128 --rounds 3 --static \
       --output "$out/decode_$shape"
   done
   exit
 fi
 
 if [ "$part" = long ]; then
-  for case in "batch8 --batch 8 --prompt-lengths 128" "8k --prompt-lengths 8064"; do
+  for case in "batch8 --batch 8 --prompt-lengths 128 --fusion both,int8" "8k --prompt-lengths 8064 --fusion both"; do
     read -r name options <<<"$case"
     # shellcheck disable=SC2086
-    qwen_patch bench --device cuda --model random:Qwen3-8B --fusion both --rounds 3 $options --output "$out/decode_Qwen3-8B_$name"
+    qwen_patch bench --device cuda --model random:Qwen3-8B --rounds 3 $options --output "$out/decode_Qwen3-8B_$name"
   done
   exit
 fi

@@ -27,7 +27,8 @@ HEAD_DIMS, HEAD_DIMS_OF_INT8 = (32, 64, 96, 128), (64, 128)
 MAX_HIDDEN = 8192
 MAX_ROWS_A_BLOCK = 64  # of the hidden size
 MIN_SLOTS = 2  # of the ring of weights in shared memory
-IN_FLIGHT = 3  # slots of 16 KB that a multiprocessor waits for: Qwen3-8B takes 3,912 us so, 4,184 with all 12
+IN_FLIGHT = 3  # slots of 16 KB that a multiprocessor waits for: Qwen3-8B takes 3,816 us so, 4,074 with 4
+IN_FLIGHT_OF_ONE_SMALL_ROW = 2  # one sequence, a hidden size up to 1,024: Qwen3-0.6B 590 us so, 604 with 3; 1.7B not
 
 _TORCH_LIBRARY.define(
     "decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, "
@@ -82,7 +83,7 @@ def decode_step(
     max_splits: int = 1,
     split_keys: int = 1,
     slots: int = 0,
-    in_flight: int = IN_FLIGHT,
+    in_flight: int | None = None,
 ) -> None:
     """One step. B sequences, L layers, H hidden, D head_dim, V vocabulary; weights and cache of one dtype.
 
@@ -95,10 +96,14 @@ def decode_step(
     -1 ...}: not chosen before that column. logits: [B, V], written. scale: of q.k.
 
     Read on CUDA only: exchange; max_splits, split_keys: at most so many parts a context is cut into, of at least so
-    many keys; slots: of the ring of weights; in_flight: of them, asked for at a time; 0 means as many as fit.
+    many keys; slots: of the ring of weights; in_flight: of them, asked for at a time. 0 means as many as fit, None what
+    was fastest.
 
     Rounding is the stock model's at every point; sums are fp32, in another order.
     """
+    if in_flight is None:
+        small = len(tokens) == 1 and embedding.shape[1] <= 1024
+        in_flight = IN_FLIGHT_OF_ONE_SMALL_ROW if small else IN_FLIGHT
     torch.ops.qwen_patch.decode_step(
         layers, embedding, final_norm, lm_head, lm_head_scales, cos, sin, tokens, cache, exchange, state,
         history, banned, logits, heads, intermediate, weights, eps, scale, greedy, max_splits, split_keys, slots,
