@@ -69,28 +69,35 @@ def state_of(model: nn.Module) -> list[Any]:
     where weights and buffers lie, classes and their forwards, hooks, what is put on instances, the numbers of layers.
 
     As long as it is equal to an earlier one, so are the reason and what a graph computes. It is taken at every call,
-    before the first token: 0.8 ms for 36 layers on a slow CPU, where the reason itself takes 5.
+    before the first token: 0.4 ms for 28 layers on a slow CPU, where the reason itself takes 5.
     """
     state: list[Any] = [has_global_hooks(), *map(model.__dict__.get, METHODS)]
-    classes, modules = set(), [model]
-    while modules:
-        module = modules.pop()
-        own = module.__dict__
-        children = own.get("_modules") or {}
-        modules.extend(child for child in children.values() if child is not None)
-        classes.add(type(module))
-        state.append((type(module), module.training, "forward" in own, "_hf_hook" in own, *map(own.get, NUMBERS)))
+    numbers: dict[type, list[str]] = {}
+    modules, parameter = [model], nn.Parameter
+    for module in modules:  # which grows
+        if module is None:
+            continue
+        own, cls = module.__dict__, type(module)
+        if cls not in numbers:
+            numbers[cls] = [name for name in NUMBERS if name in own or hasattr(cls, name)]
+        state += (cls, module.training, "forward" in own, "_hf_hook" in own)
+        if names := numbers[cls]:
+            state += map(own.get, names)
+        if children := own.get("_modules"):
+            modules += children.values()
         if own.get("_forward_hooks") or own.get("_forward_pre_hooks"):
             state.append((tuple(own["_forward_hooks"]), tuple(own["_forward_pre_hooks"])))
-        for tensor in (own.get("_parameters") or {}).values():
-            if type(tensor) is nn.Parameter:
-                state.append((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()))
-            elif tensor is not None:
-                state.append((type(tensor), id(tensor)))
-        for tensor in (own.get("_buffers") or {}).values():
-            if type(tensor) is torch.Tensor:
-                state.append((tensor.data_ptr(), version_of(tensor), tensor.dtype, tensor.shape, tensor.stride()))
-    state.append({getattr(cls, "stock", cls).forward for cls in classes})
+        if parameters := own.get("_parameters"):
+            for tensor in parameters.values():
+                if type(tensor) is parameter:
+                    state += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                elif tensor is not None:
+                    state += (type(tensor), id(tensor))
+        if buffers := own.get("_buffers"):
+            for tensor in buffers.values():
+                if type(tensor) is torch.Tensor:
+                    state += (tensor.data_ptr(), version_of(tensor), tensor.dtype, tensor.shape, tensor.stride())
+    state.append({getattr(cls, "stock", cls).forward for cls in numbers})
     return state
 
 
@@ -115,6 +122,12 @@ class Weights:
             if weight is None or weight.data_ptr() != at:
                 return False
         return True
+
+    def hold(self) -> list[torch.UntypedStorage]:
+        """What lies there, which stays as long as the list does."""
+        modules = ((reference(), name) for reference, name, _ in self.places)
+        weights = (module._parameters.get(name) for module, name in modules if module is not None)
+        return [weight.untyped_storage() for weight in weights if weight is not None]
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:

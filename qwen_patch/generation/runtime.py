@@ -62,7 +62,7 @@ class Runtime:
                     session, reason = self._started(model, call)
                     if session is not None:
                         self.last_reason = None
-                        return _decode(session, rows, call.streamer)
+                        return _decode(session, rows, call.streamer, self.known.weights)
         self.last_reason = reason
         if reason not in self.told:
             self.told.add(reason)
@@ -184,9 +184,9 @@ def _signature(call: Call) -> tuple:
     return tuple((type(p), *sorted((k, repr(v)) for k, v in vars(p).items())) for p in kept)
 
 
-def _decode(session: Session, rows: _Rows, streamer: Any) -> torch.Tensor:
+def _decode(session: Session, rows: _Rows, streamer: Any, weights: Weights) -> torch.Tensor:
     """The rest of generate's sampling loop: returns input_ids with the new tokens, as it does."""
-    for tokens in _tokens(session, rows.room):
+    for tokens in _tokens(session, rows.room, weights):
         shown = rows.add(tokens)
         if streamer is not None:
             streamer.put(shown)
@@ -197,7 +197,7 @@ def _decode(session: Session, rows: _Rows, streamer: Any) -> torch.Tensor:
     return rows.result()
 
 
-def _tokens(session: Session, most: int) -> Iterator[torch.Tensor]:
+def _tokens(session: Session, most: int, weights: Weights) -> Iterator[torch.Tensor]:
     """The rows' tokens on the host, step after step, with the session up to `ahead` bursts ahead."""
     under_way = deque([session.send()])
     asked, held = 1, None
@@ -207,10 +207,10 @@ def _tokens(session: Session, most: int) -> Iterator[torch.Tensor]:
             session.step(steps)
             under_way.append(session.send())
             asked += steps
-        if held is None:  # now that the GPU has work
+        if held is None and most > 1:  # now that the GPU has work, and where some is left after the first tokens
             # `decode_step` and graphs have addresses only: a streamer, or another thread, may give the model other
             # weights. These stay until the answer is complete.
-            held = [weight.detach() for module in (session.decoder, session.head) for weight in module.parameters()]
+            held = weights.hold()
         yield from under_way.popleft()().unbind(1)
 
 
