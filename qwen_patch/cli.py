@@ -208,7 +208,8 @@ def bench(
         if longest > config.max_position_embeddings:
             raise UsageError(f"{longest} tokens are more than the {config.max_position_embeddings} of {name}")
         prompts = {n: sample_tokens(tokenizer, config.vocab_size, n).repeat(batch, 1) for n in lengths}
-        document = generate.run(loaded, name, prompts, fusions, new_tokens, rounds, output, static=static)
+        trained = not model.startswith("random:")
+        document = generate.run(loaded, name, prompts, fusions, new_tokens, rounds, output, static, trained)
     show_bench(console, document)
     raise typer.Exit(0 if all(row["correct"] for row in document["rows"]) else 1)
 

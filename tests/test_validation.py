@@ -158,3 +158,31 @@ def test_agreement_tells_a_tie_from_an_error():
     assert not found.correct
     assert agreement.Agreement(6, 3, margin=0.1, error=0.06).correct
     assert agreement.first_difference(expected, expected[:, :4]) == (0, 4)
+
+
+@torch.no_grad()
+def test_closeness_of_int8():
+    """The runtime's tokens are judged by the same int8 model's, the distance from stock by a bar where there is one."""
+    model, ids = small_model("qwen3", torch.bfloat16), token_ids(1, 5)
+    stock = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+
+    def activate():
+        qwen_patch.patch_model(model, quantize="int8", keep_original=True)
+
+    activate()
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+    found = agreement.compare_int8(model, ids, stock, expected, expected, 0.1, activate)
+    assert found.tokens.equal
+    assert 0 < found.distance.kl_mean < 0.1
+    assert found.correct
+    assert qwen_patch.explain(model).quantize == "int8"  # as it was
+    far = agreement.compare_int8(model, ids, stock, expected, expected, 0.0, activate)
+    assert not far.correct
+    assert "too far" in str(far)
+    worst = model(torch.cat([ids, expected[:, :3]], 1)).logits[0, -1].argmin()
+    wrong = expected.clone()
+    wrong[0, 3] = worst
+    for bar in (0.1, None):
+        found = agreement.compare_int8(model, ids, stock, expected, wrong, bar, activate)
+        assert (found.tokens.first_difference, found.correct) == (3, False)
+    assert agreement.compare_int8(model, ids, stock, expected, expected, None, activate).correct

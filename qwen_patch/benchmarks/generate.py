@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..modules import FastGenerate, Int8Linear
 from ..patcher import patch_model, unpatch_model
 from ..recipes import RECIPES
-from ..validation.agreement import Agreement, Closeness, compare_logits, compare_tokens
+from ..validation.agreement import BARS, Agreement, Closeness, compare_int8, compare_tokens
 from . import results, timing
 
 STOCK, STATIC = "stock", "static"
@@ -98,8 +98,12 @@ def measure(
     new_tokens: int,
     rounds: int,
     step: Callable[[], None],
+    trained: bool = True,
 ) -> tuple[dict[str, Samples], dict[str, Agreement | Closeness]]:
-    """Checks each variant's tokens against stock, then times all, one after the other, in alternating order."""
+    """Checks each variant's tokens against stock, then times all, one after the other, in alternating order.
+
+    trained: whether int8 must come close to stock, too; else only to what stock code computes over its linears.
+    """
     device, samples = ids.device, {v: Samples() for v in variants}
     activate(model, STOCK)
     expected = generate(model, STOCK, ids, new_tokens)
@@ -110,7 +114,10 @@ def measure(
         samples[variant].bytes_a_token = bytes_a_token(model, ids.shape[1] + new_tokens // 2)
         again = functools.partial(activate, model, variant)
         if variant in INT8:
-            agreements[variant] = compare_logits(model, ids, expected, INT8[variant], again)
+            patch_model(model, **VARIANTS[variant], generation="stock")
+            loop = generate(model, variant, ids, new_tokens)
+            bar = BARS["w8a8" if INT8[variant] == "w8a8" else "w8a16"].kl if trained else None
+            agreements[variant] = compare_int8(model, ids, expected, loop, found, bar, again)
         else:
             agreements[variant] = compare_tokens(model, ids, expected, found, again)
         step()
@@ -184,11 +191,12 @@ def run(
     rounds: int,
     output: Path | None,
     static: bool = False,
+    trained: bool = True,
 ) -> dict[str, Any]:
     """Measures every fusion at every prompt length; writes `<output>.json`, `.md` and `.png` where one is given.
 
     `prompts` maps a length to ids [B, length]. `static` adds Transformers' own compiled static cache as a
-    second baseline.
+    second baseline. `trained`: as in `measure`.
     """
     device = next(model.parameters()).device
     variants = [STOCK, *fusions, *([STATIC] if static else [])]
@@ -199,7 +207,7 @@ def run(
         for length, ids in prompts.items():
             progress.update(task, description=f"{name}, prompt {length}")
             samples, agreements = measure(
-                model, ids.to(device), variants, new_tokens, rounds, lambda: progress.advance(task)
+                model, ids.to(device), variants, new_tokens, rounds, lambda: progress.advance(task), trained
             )
             rows += rows_of(samples, agreements, length, new_tokens, copy_gbps)
     document = {

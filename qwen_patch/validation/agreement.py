@@ -69,6 +69,30 @@ def first_difference(expected: torch.Tensor, found: torch.Tensor) -> tuple[int, 
     return int((expected != found)[:, position].nonzero()[0]), position
 
 
+def _judge(
+    ids: torch.Tensor,
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> Agreement:
+    """logits_of(text [1, N]): [V] after it, in float32, and the two whose difference is what rounding does."""
+    where = first_difference(expected, found)
+    if where is None:
+        return Agreement(expected.numel())
+    row, position = where
+    if position >= expected.shape[1] or position >= found.shape[1]:
+        return Agreement(expected.numel(), position, float("inf"), 0.0)
+    truth, one, other = logits_of(torch.cat([ids, expected[:, :position]], dim=1)[row : row + 1])
+    margin = (truth[expected[row, position]] - truth[found[row, position]]).item()
+    step = torch.finfo(other.dtype).eps * other.abs().max().item()
+    return Agreement(expected.numel(), position, margin, max((one - other).abs().max().item(), step))
+
+
+def _in_float32(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
+    """The last logits of a float32 copy of the model."""
+    return torch.nn.Module.float(copy.deepcopy(model))(text).logits[0, -1]
+
+
 def compare_tokens(
     model: PreTrainedModel,
     ids: torch.Tensor,
@@ -81,52 +105,66 @@ def compare_tokens(
     `model` is in the state that gave `found`; it is left so: `reactivate` brings it back after stock was asked.
     In a 16-bit dtype that takes a float32 copy of the model. No padding: for prompts ids [B, T] of one length.
     """
-    where = first_difference(expected, found)
-    if where is None:
-        return Agreement(expected.numel())
-    row, position = where
-    if position >= expected.shape[1] or position >= found.shape[1]:
-        return Agreement(expected.numel(), position, float("inf"), 0.0)
-    text = torch.cat([ids, expected[:, :position]], dim=1)[row : row + 1]
-    theirs = model(text).logits[0, -1].float()
-    unpatch_model(model)
-    stock = model(text).logits[0, -1].float()
-    truth = stock
-    if model.dtype != torch.float32:
-        truth = theirs = torch.nn.Module.float(copy.deepcopy(model))(text).logits[0, -1]
-    reactivate()
-    margin = (truth[expected[row, position]] - truth[found[row, position]]).item()
-    step = torch.finfo(model.dtype).eps * stock.abs().max().item()
-    return Agreement(expected.numel(), position, margin, max((theirs - stock).abs().max().item(), step))
+
+    def logits_of(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        patched = model(text).logits[0, -1]
+        unpatch_model(model)
+        stock = model(text).logits[0, -1]
+        truth = stock if model.dtype == torch.float32 else _in_float32(model, text)
+        reactivate()
+        return truth, patched if model.dtype == torch.float32 else truth, stock
+
+    return _judge(ids, expected, found, logits_of)
 
 
 @dataclass(frozen=True)
 class Closeness:
-    """How close an int8 model's logits come to the stock model's along a greedy continuation of the stock model."""
+    """An int8 model: whether the decode runtime gives its tokens, as Transformers' own loop does over the same int8
+    linears; and how close its logits come to the stock model's along that one's greedy continuation.
 
+    bar: the nats that the mean KL divergence may have; None for random weights, whose layers add up the error of each,
+    where those of a trained model correct it.
+    """
+
+    tokens: Agreement
     distance: LogitDistance
-    bar: Bar
+    bar: float | None
 
     @property
     def correct(self) -> bool:
-        """By the KL divergence alone: of random weights, which benchmarks use, many choices are ties."""
-        return self.distance.kl_mean <= self.bar.kl
+        """Not by how many tokens are the stock model's: of random weights, which benchmarks use, many are ties."""
+        return self.tokens.correct and (self.bar is None or self.distance.kl_mean <= self.bar)
 
     def __str__(self) -> str:
-        verdict = "close" if self.correct else "WRONG"
-        return f"{verdict}: {self.distance.top1_agreement:.1%} equal, KL {self.distance.kl_mean:.2g}"
+        too_far = self.tokens.correct and not self.correct
+        verdict = "WRONG, too far from stock" if too_far else str(self.tokens)
+        return f"{verdict}; of stock's {self.distance.top1_agreement:.1%} equal, KL {self.distance.kl_mean:.2g}"
 
 
-def compare_logits(
-    model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor, activations: str, reactivate: Callable[[], None]
+def compare_int8(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    stock: torch.Tensor,
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    bar: float | None,
+    reactivate: Callable[[], None],
 ) -> Closeness:
-    """Asks the model as it is, int8, and stock about every token of the text `ids` [B, T] and `expected` [B, N].
+    """Judges an int8 model's new tokens `found` [B, N] by `expected`, those of Transformers' own loop over its int8
+    linears, and its logits along the text `ids` [B, T] and `stock` [B, N].
 
-    `reactivate` brings the int8 state back after stock was asked.
+    `model` is int8, and left so: `reactivate` brings the state back after the stock model was asked. Where the tokens
+    differ it takes a float32 copy of the int8 model.
     """
-    text, first = torch.cat([ids, expected], dim=1), ids.shape[1] - 1
+
+    def logits_of(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        truth = _in_float32(model, text)
+        return truth, truth, model(text).logits[0, -1]
+
+    tokens = _judge(ids, expected, found, logits_of)
+    text, first = torch.cat([ids, stock], dim=1), ids.shape[1] - 1
     theirs = model(text).logits[:, first:-1].flatten(0, 1)
     unpatch_model(model)
-    stock = model(text).logits[:, first:-1].flatten(0, 1)
+    logits = model(text).logits[:, first:-1].flatten(0, 1)
     reactivate()
-    return Closeness(distance([stock], [theirs]), BARS["w8a8" if activations == "w8a8" else "w8a16"])
+    return Closeness(tokens, distance([logits], [theirs]), bar)
