@@ -79,27 +79,33 @@ def decode() -> str:
     documents = [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/decode_*.json"))]
     rows = []
     for document in documents:
+        batch = document["batch"]
         for prompt in prompts_of(document):
             found = variants_at(document, prompt)
             stock, both, static = found["stock"], found["both"], found.get("static")
             low, high = both["decode_vs_stock"]["interval95"]
             rows.append(
                 [
-                    f"{document['model'].removesuffix(' (random)')}, batch {document['batch']}, prompt {prompt}",
-                    f"{stock['decode_tps']:,.0f}",
-                    f"{static['decode_tps']:,.0f}" if static else "",
-                    f"**{both['decode_tps']:,.0f}**",
+                    f"{document['model'].removesuffix(' (random)')}, batch {batch}, prompt {prompt}",
+                    f"{batch * stock['decode_tps']:,.0f}",
+                    f"{batch * static['decode_tps']:,.0f}" if static else "",
+                    f"**{batch * both['decode_tps']:,.0f}**",
                     f"**{both['decode_vs_stock']['ratio']:.1f}x** [{low:.1f}, {high:.1f}]",
                     f"{100 * both['share_of_copy']:.0f}%",
                     " / ".join(f"{v['first_token_ms']:.0f}" if v else "-" for v in (stock, static, both)),
                     f"{static['cold_s']:.0f} / {both['cold_s']:.1f}" if static else f"- / {both['cold_s']:.1f}",
                     both["tokens"],
+                    document["environment"]["commit"],
                 ]
             )
     head = ["decode tokens/s", "stock", "static cache, compiled", "patched", "x stock [95%]", "share of copy"]
-    head += ["first token, ms: stock / static / patched", "first call, s: static / patched", "tokens"]
+    head += ["first token, ms: stock / static / patched", "first call, s: static / patched", "tokens", "commit"]
     settings = documents[0]["settings"]
-    text = f"{settings['new_tokens']} new tokens, {settings['rounds']} rounds. {conditions(documents[0])}."
+    env = documents[0]["environment"]
+    copies = [document["copy_gbps"] for document in documents]
+    text = f"{settings['new_tokens']} new tokens, {settings['rounds']} rounds. {env['device_name']}, "
+    text += f"torch {env['torch']}, transformers {env['transformers']}, "
+    text += f"copy {min(copies):,.0f} to {max(copies):,.0f} GB/s in the same runs."
     return f"{text}\n\n{table(head, rows)}"
 
 
@@ -284,7 +290,20 @@ def int8() -> str:
     return f"{about}. {conditions(speeds)}.\n\n{table(head, rows)}"
 
 
+def before_and_after() -> str:
+    """The two lines of the first example."""
+    gpu, cpu = read("h200/decode_Qwen3-0.6B.json"), read("cpu/int8_smollm2-135m.json")
+    parts = []
+    for document, name in ((gpu, "Qwen3-0.6B"), (cpu, "a model of 135 M parameters")):
+        found = {row["variant"]: row["decode_tps"] for row in document["rows"]}
+        env = document["environment"]
+        where = env["device_name"] if document is gpu else f"{env['cpu_threads']} cores of an {env['device_name']}"
+        parts.append(f"{name} on {where}: {found['stock']:,.0f} tokens/s before, **{found['both']:,.0f}** after")
+    return f"{'; '.join(parts)} (bfloat16, one sequence; [measured how](#how-fast-is-it))."
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "before and after": before_and_after,
     "generate": generate,
     "ablations": ablations,
     "decode": decode,
