@@ -15,7 +15,7 @@ constexpr int64_t AS_EMBEDDING = 0, W8A16 = 1;  // as in ops/decode_step.py
 constexpr int64_t DIGITS_FROM = 2048;
 
 // Sizes of what blocks exchange, in 4-byte words from the start of the `exchange` tensor; every part a multiple of 16
-// bytes. ops/decode_step.py asks for the sum.
+// bytes.
 struct Exchange {
   int64_t qkv, parts, weights, hidden, activation, best, total;
   Exchange(int64_t B, int64_t H, int64_t I, int64_t q, int64_t kv, int64_t heads, int64_t splits, int64_t blocks) {
@@ -65,6 +65,14 @@ int64_t decode_step_slots(Tensor embedding, int64_t layers, int64_t heads, int64
     slots = slots_that_fit<T, W, d.value, shift.value>(p);
   });
   return slots;
+}
+
+int64_t decode_step_exchange(Tensor embedding, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t intermediate,
+                             int64_t rows, int64_t max_splits) {
+  DeviceGuard guard(embedding);
+  return Exchange(rows, embedding.size(1), intermediate, heads * head_dim, kv_heads * head_dim, heads, max_splits,
+                  device_traits().multiprocessors)
+      .total;
 }
 
 void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head,
@@ -159,4 +167,5 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
 STABLE_TORCH_LIBRARY_IMPL(qwen_patch, CUDA, m) {
   m.impl("decode_step", TORCH_BOX(&qwen_patch::cuda::decode_step));
   m.impl("decode_step_slots", TORCH_BOX(&qwen_patch::cuda::decode_step_slots));
+  m.impl("decode_step_exchange", TORCH_BOX(&qwen_patch::cuda::decode_step_exchange));
 }

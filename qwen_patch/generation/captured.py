@@ -48,12 +48,12 @@ class CapturedSession(Session):
     def _prepare_kernel(self, model: nn.Module) -> None:
         super()._prepare_kernel(model)
         device, rows = self.embedding.device, self.rows
-        _, hidden, inner, heads, kv_heads, head_dim = sizes_of(self.decoder)
+        sizes = sizes_of(self.decoder)
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        splits = max(1, min(MAX_SPLITS, blocks // (rows * kv_heads)))
+        splits = max(1, min(MAX_SPLITS, blocks // (rows * sizes.kv_heads)))
         split_keys = SPLIT_KEYS if rows == 1 else SPLIT_KEYS_OF_A_BATCH
         self.sizes |= {"max_splits": splits, "split_keys": split_keys}
-        words = exchange_words(rows, hidden, inner, heads * head_dim, kv_heads * head_dim, heads, splits, blocks)
+        words = exchange_words(self.embedding, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.inner, rows, splits)
         with torch.inference_mode(False):
             self.exchange = torch.zeros(words, dtype=torch.int32, device=device)
 

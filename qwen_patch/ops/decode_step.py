@@ -41,6 +41,10 @@ _TORCH_LIBRARY.define(
     "decode_step_slots(Tensor embedding, int layers, int heads, int kv_heads, int head_dim, int intermediate, "
     "int rows) -> int"
 )
+_TORCH_LIBRARY.define(
+    "decode_step_exchange(Tensor embedding, int heads, int kv_heads, int head_dim, int intermediate, int rows, "
+    "int max_splits) -> int"
+)
 
 
 def slots_that_fit(
@@ -51,11 +55,13 @@ def slots_that_fit(
 
 
 def exchange_words(
-    batch: int, hidden: int, intermediate: int, q: int, kv: int, heads: int, splits: int, blocks: int
+    embedding: torch.Tensor, heads: int, kv_heads: int, head_dim: int, intermediate: int, rows: int, max_splits: int
 ) -> int:
-    """Size of the `exchange` buffer, in int32: what the multiprocessors hand each other. It must start as zeros."""
-    parts, weights = splits * batch * q, (splits * batch * heads * 2 + 3) // 4 * 4
-    return batch * (q + 2 * kv) + parts + weights + batch * (hidden + intermediate) + blocks * MAX_BATCH * 2
+    """Size of the `exchange` buffer, in int32: what the multiprocessors of the GPU of embedding [V, H] hand each other.
+    It must start as zeros."""
+    return torch.ops.qwen_patch.decode_step_exchange(
+        embedding, heads, kv_heads, head_dim, intermediate, rows, max_splits
+    )
 
 
 def decode_step(
