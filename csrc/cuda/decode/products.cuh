@@ -56,9 +56,9 @@ struct KeptInput {
   }
 };
 
-// A code plus 128 is its own 16 bits: as T it counts in T's smallest step, and nothing
-// has to be converted. Products of the same x with a constant take the 128 off again. In bfloat16 x is kept 2^64 times
-// as large, which is exact: a product with its smallest step, 2^-133, would be below what fp32 has all its bits for.
+// A code plus 128 is its own 16 bits: as T it counts in T's smallest step, and nothing has to be converted. Products of
+// the same x with a constant take the 128 off again. In bfloat16 x is kept 2^64 times as large, which is exact: a
+// product with its smallest step, 2^-133, would be below what fp32 has all its bits for.
 template <typename T, int ROOM>
 struct KeptInput<T, int8_t, ROOM> {
   using In16Bits = KeptInput<T, T, ROOM>;
@@ -75,7 +75,7 @@ struct KeptInput<T, int8_t, ROOM> {
   // Over `groups` of 64 columns, at most two, of rows whose scales lie at scales and scales2.
   static __device__ __forceinline__ void products(float (&c)[2][4], unsigned row, unsigned row2, unsigned x, int lane,
                                                   unsigned scales, unsigned scales2, int groups) {
-    int swapped = ((lane >> 2) & 1) << 4;
+    int swapped = ((lane >> 2) & (ROOM - 1) & 1) << 4;
     unsigned first = x + (lane & 3) * 32 + swapped, second = x + (lane & 3) * 32 + 16 - swapped;
     auto add = [&](const uint4& A, const uint4& A2, const uint4& X, const uint4& X2, unsigned scale, unsigned scale2) {
       float sums[2][4] = {};
