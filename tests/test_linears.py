@@ -15,9 +15,10 @@ DTYPES = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: str(d).remov
 ACTIVATIONS = pytest.mark.parametrize("activations", [False, True], ids=["w8a16", "w8a8"])
 WIDTHS = pytest.mark.parametrize("width", [136, 144])  # CUDA has another kernel where K is no multiple of 16
 SHAPES = [(M, N, K) for M in (1, 2, 7, 16, 33, 70) for N, K in ((35, 72), (64, 128), (1, 8), (97, 1000))]
-# Around the CUDA kernels' tiles, and beyond what a block has room for: M of 8, 16, 64 and 128, N of 16 to 256, K of one
-# group, of two and of many, and not a multiple of 16.
-EDGES = [(8, 17, 64), (9, 130, 1040), (12, 9, 12288), (17, 257, 192), (65, 131, 200), (129, 257, 896), (260, 5, 4160)]
+# Around the CUDA kernels' tiles, and beyond what a block has room for: M of 8, 16, 64, 128 and 192, N of 16 to 256, K
+# of one group, of two and of many, and not a multiple of 16.
+EDGES = [(8, 17, 64), (9, 130, 1040), (12, 9, 12288), (17, 257, 192), (65, 131, 200), (129, 257, 896), (193, 129, 320)]
+EDGES += [(260, 5, 4160)]
 
 
 def within_the_contract(found, states, weight, bias=None):
@@ -74,11 +75,13 @@ def test_sums_of_int8_are_exact(device, tokens):
 @DTYPES
 @WIDTHS
 @pytest.mark.parametrize("tokens", [1, 2, 5, 20, 150])
-def test_activations_are_quantized_to_the_bit(device, dtype, width, tokens):
+@pytest.mark.parametrize("size", [1, 1e-30])  # CUDA divides in another way where the scale is tiny
+def test_activations_are_quantized_to_the_bit(device, dtype, width, tokens, size):
     """With a weight of one 1 a row and 0 elsewhere, the results are the quantized activations themselves."""
     x = torch.randn(tokens, width, device=device, dtype=dtype)
     x[0, 64:128] = torch.arange(-64, 0, device=device).to(dtype) * 127 / 64  # scale 1: many ties of rounding
     x[-1, 128:136] = torch.tensor([0.0, -0.0, 0.5, 1.5, 2.5, 127.0, -126.5, -0.5], device=device)
+    x[tokens // 2] *= size
     values, scales = torch.eye(width, device=device).to(torch.int8), torch.ones(width, 3, device=device)
     expected = dequantize(*quantize_rows(x.float())).to(dtype)
     assert torch.equal(ops.int8_linear(x, values, scales, None, True), expected)

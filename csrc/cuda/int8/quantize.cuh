@@ -11,6 +11,15 @@ namespace qwen_patch::cuda::int8 {
 
 constexpr int QUANTIZE_WARPS = 8;
 
+// a / b rounded to the nearest, 1 / b so rounded being known; for quotients of at most 127 and a b that is not tiny.
+// Each step takes away what is left of a: after two of them the last rounding is the only one (Markstein 1990). What is
+// left may underflow only where the quotient is far below a half, and then its code is 0 all the same.
+__device__ __forceinline__ float divided(float a, float b, float reciprocal) {
+  float q = a * reciprocal;
+  q = __fmaf_rn(__fmaf_rn(-q, b, a), reciprocal, q);
+  return __fmaf_rn(__fmaf_rn(-q, b, a), reciprocal, q);
+}
+
 // The calling lane's 8 values, `x` on, of a group that 8 neighbours share; zeros where `there` is false. Gives back the
 // group's largest |value| as bits: NaN is beyond infinity, and no comparison passes over it. All 32 lanes of a warp
 // call it.
@@ -41,12 +50,20 @@ __device__ __forceinline__ float quantize_8(const T* x, bool there, uint2& codes
   float scale = largest < 0x7f800000 ? __fdiv_rn(__uint_as_float(largest), 127.f) : __uint_as_float(0x7fffffff);
   unsigned packed[2] = {};
   if (scale > 0.f) {
+    float reciprocal = __frcp_rn(scale);
+    auto code = [](float quotient) { return __float_as_uint(quotient + 12582912.f); };  // 1.5 * 2^23: the low byte
+    unsigned c[8];
+    if (scale > 0x1p-100f) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < 8; ++i) c[i] = code(divided(v[i], scale, reciprocal));
+    } else {
       // The clamp is for groups so small that their scale is subnormal and rounds to much less than max|x| / 127.
-      int code = __float2int_rn(fminf(127.f, fmaxf(-127.f, __fdiv_rn(v[i], scale))));
-      packed[i / 4] |= (static_cast<unsigned>(code) & 0xff) << (i % 4 * 8);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) c[i] = code(fminf(127.f, fmaxf(-127.f, __fdiv_rn(v[i], scale))));
     }
+#pragma unroll
+    for (int i = 0; i < 8; i += 4)
+      packed[i / 4] = __byte_perm(__byte_perm(c[i], c[i + 1], 0x0040), __byte_perm(c[i + 2], c[i + 3], 0x0040), 0x5410);
   }
   codes = make_uint2(packed[0], packed[1]);
   return scale;
