@@ -6,6 +6,7 @@
 #include "int8/dequantize.cuh"
 #include "int8/few.cuh"
 #include "int8/hopper.cuh"
+#include "int8/hopper_int8.cuh"
 #include "int8/tiles.cuh"
 
 namespace qwen_patch::cuda {
@@ -69,10 +70,12 @@ bool run_few_in_16_bits(const Problem<T>& p, T* out, cudaStream_t stream) {
 
 template <typename X, typename T>
 void run_many(const Problem<X>& p, T* out, cudaStream_t stream) {
-  if (device_traits().major == 9 && p.K % 16 == 0)
-    launch_hopper<X, T>(p, out, stream);
-  else
+  if (device_traits().major != 9 || p.K % 16 != 0)
     launch_tiles<T, X>(p, out, stream);
+  else if constexpr (sizeof(X) == 1)
+    launch_hopper_int8<T>(p, out, stream);
+  else
+    launch_hopper(p, out, stream);
 }
 
 template <typename T>

@@ -1,82 +1,34 @@
-// y = x W^T for many tokens on sm_90, both int8 in groups of 64 along K: sums exact within a group, fp32 beyond.
-// 2 M N K operations. The tensor cores would do a group of a 64 x 128 tile in 128 cycles; scaling its 8,192 sums takes
-// three instructions each (to float, the two scales' product, the multiply-add), 192 cycles of a warpgroup's issue
-// slots. So what bounds it is instructions, and every one beside those three counts.
-// Mapping: a block walks over tiles of ROWS weight rows x 128 tokens. One thread brings stages of two groups by TMA, as
-// far ahead as shared memory has room, across tiles. WARPGROUPS warpgroups take HALVES * 64 rows each, and scale one
-// group's sums while another's products run. The weights are the 64-row side: a thread then has two rows' scales, from
-// memory, and all the tokens' scales lie in shared memory in its order. The results are turned round on the way out.
-// Limits: K a multiple of 16.
+// y = x W^T for many tokens on sm_90, W in int8 in groups of 64 along K, x in 16 bits: a group's sum is made by itself
+// and then scaled, in fp32.
+// 2 M N K flops, bound by the tensor cores and by what makes the codes 16-bit values for them.
+// Mapping: a block walks over tiles of 128 weight rows x 128 tokens. One thread brings stages of two groups by TMA, as
+// far ahead as shared memory has room, across tiles. Two warpgroups take 64 rows each. The weights are the 64-row side:
+// a thread then has two rows' scales, from memory. A stage's two groups have sums of their own: one's products run
+// while the other's codes are read and its sums scaled. The results are turned round on the way out. Limits: K a
+// multiple of 16.
 #pragma once
 
 #include "hopper_memory.cuh"
 
 namespace qwen_patch::cuda::int8 {
 
-constexpr int HOPPER_TOKENS = 128;
-constexpr int BAND = 16;  // tiles of tokens that share the weights' way through L2
-
-template <typename X_, int WARPGROUPS_, int HALVES_, int STAGES_>
 struct HopperShape {
-  using X = X_;
-  static constexpr bool QUANTIZED = sizeof(X) == 1;
-  static constexpr int WARPGROUPS = WARPGROUPS_, HALVES = HALVES_, STAGES = STAGES_;
-  static constexpr int ROWS = WARPGROUPS * HALVES * 64, THREADS = 128 * (WARPGROUPS + 1);
-  static constexpr int W_BYTES = ROWS * 2 * GROUP, X_BYTES = HOPPER_TOKENS * 2 * GROUP * sizeof(X);
-  static constexpr int SCALE_BYTES = QUANTIZED ? HOPPER_TOKENS * 4 : 0;  // of a group
+  static constexpr int WARPGROUPS = 2, STAGES = 3, ROWS = WARPGROUPS * 64, THREADS = 128 * (WARPGROUPS + 1);
+  static constexpr int W_BYTES = ROWS * 2 * GROUP, X_BYTES = HOPPER_TOKENS * 2 * GROUP * 2;
   // Shared memory, from an address on 1,024 bytes.
-  static constexpr int X_AT = STAGES * W_BYTES, SCALES_AT = X_AT + STAGES * X_BYTES;
-  static constexpr int OUT_AT = SCALES_AT + STAGES * 2 * SCALE_BYTES;
+  static constexpr int X_AT = STAGES * W_BYTES, OUT_AT = X_AT + STAGES * X_BYTES;
   static constexpr int BARRIERS_AT = OUT_AT + WARPGROUPS * HOPPER_TOKENS * OUT_PITCH;
   static constexpr int SHARED = 1024 + BARRIERS_AT + 16 * STAGES;
-  static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 240 : 160, PRODUCER_REGISTERS = WARPGROUPS == 2 ? 24 : 32;
+  static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
   static_assert(SHARED <= 227 << 10);
 };
 
-// Where a tile lies. Tokens go first, within bands: the blocks that run together share weights, and a band's tokens
-// stay in L2.
-struct HopperTiles {
-  int m_tiles, n_tiles;
-  __device__ __forceinline__ void at(int tile, int& m, int& n) const {
-    int band = tile / (BAND * n_tiles), in_band = min(BAND, m_tiles - band * BAND), rest = tile - band * BAND * n_tiles;
-    n = rest / in_band;
-    m = band * BAND + rest - n * in_band;
-  }
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// y += the products of a group, 64 weight rows from `w` on by 128 tokens from `x` on, times the scales of this thread's
-// two rows, a and b, and of its tokens. `meanwhile` runs while the products do.
-template <typename F>
-__device__ __forceinline__ void add_products(float (&y)[64], unsigned w, unsigned x, unsigned of_tokens, float a,
-                                             float b, F&& meanwhile) {
-  int sums[64];
-  uint64_t w_rows = rows_of_128(w), x_rows = rows_of_128(x);
-  products_begin();
-  multiply_64x128(sums, w_rows, x_rows, false);
-  multiply_64x128(sums, w_rows + (32 >> 4), x_rows + (32 >> 4), true);
-  products_commit();
-  meanwhile();
-  products_wait();
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    uint4 raw = load128(of_tokens + j * 64);
-    float s[4] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int at = 8 * j + (i >> 1) * 4 + (i & 1);
-      y[at] += static_cast<float>(sums[at]) * (s[i] * a);
-      y[at + 2] += static_cast<float>(sums[at + 2]) * (s[i] * b);
-    }
-  }
-}
-
-// The same for tokens in T: the rows' codes, group `i` of the two in a row of 128 bytes, become T in registers.
-template <typename T, typename F>
-__device__ __forceinline__ void add_products(float (&y)[64], unsigned w, int i, unsigned x, int warp, int lane, float a,
-                                             float b, F&& meanwhile) {
+// The codes of a group for a warp's 16 weight rows, in T, as fragments; `i`: of the two groups in a row of 128 bytes.
+template <typename T>
+__device__ __forceinline__ void read_codes(unsigned (&codes)[4][4], unsigned w, int i, int warp, int lane) {
   int g8 = lane >> 2, t4 = lane & 3;
-  unsigned row = w + (warp * 16 + g8) * (2 * GROUP) + 2 * t4, codes[4][4];
+  unsigned row = w + (warp * 16 + g8) * (2 * GROUP) + 2 * t4;
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
     unsigned at = row + (((4 * i + s) ^ g8) << 4);  // as load_box swizzles: pieces of 16 bytes, by the row
@@ -88,24 +40,31 @@ __device__ __forceinline__ void add_products(float (&y)[64], unsigned w, int i, 
       codes[s][r + 2] = odd_codes<T>(word);
     }
   }
-  float sums[64];
+}
+
+// Starts the products of a group, 64 weight rows by the 128 tokens from `x` on.
+template <typename T>
+__device__ __forceinline__ void start_products(float (&sums)[64], const unsigned (&codes)[4][4], unsigned x) {
   uint64_t x_rows = rows_of_128(x);
   products_begin();
 #pragma unroll
   for (int s = 0; s < 4; ++s) multiply_64x128<T>(sums, codes[s], x_rows + s * (32 >> 4), s > 0);
   products_commit();
-  meanwhile();
-  products_wait();
+}
+
+// y += a group's sums times the scales of this thread's two rows.
+__device__ __forceinline__ void scale_sums(float (&y)[64], const float (&sums)[64], float a, float b) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) y[i] += sums[i] * (i & 2 ? b : a);
 }
 #endif
 
-template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::THREADS, 1)
-    hopper_tokens(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
-                  Problem<typename Shape::X> p, T* out, HopperTiles tiles) {
+template <typename T>
+__global__ void __launch_bounds__(HopperShape::THREADS, 1)
+    hopper_tokens(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, Problem<T> p,
+                  T* out, HopperTiles tiles) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Shape = HopperShape;
   extern __shared__ char unaligned[];
   unsigned shared = (shared_address(unaligned) + 1023) & ~1023u;
   unsigned full = shared + Shape::BARRIERS_AT, empty = full + 8 * Shape::STAGES;
@@ -135,23 +94,14 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
       int m, n;
       tiles.at(tile, m, n);
-      const float* scales = p.x_scales + static_cast<int64_t>(m) * p.G * HOPPER_TOKENS;
       for (int g = 0; g < p.G; g += 2) {
-        int scale_bytes = min(2, p.G - g) * Shape::SCALE_BYTES;
-        unsigned ready = full + 8 * stage;
+        unsigned ready = full + 8 * stage, x = shared + Shape::X_AT + stage * Shape::X_BYTES;
+        constexpr int BOX = 2 * GROUP;                // columns of bytes
         barrier_wait(empty + 8 * stage, parity ^ 1);  // a new barrier counts as past its odd phase
-        barrier_expect(ready, Shape::W_BYTES + Shape::X_BYTES + scale_bytes);
+        barrier_expect(ready, Shape::W_BYTES + Shape::X_BYTES);
         load_box(shared + stage * Shape::W_BYTES, &w_map, g * GROUP, n * Shape::ROWS, ready);
-        unsigned x = shared + Shape::X_AT + stage * Shape::X_BYTES;
-        constexpr int BOX = 2 * GROUP;  // columns of bytes
-        if constexpr (Shape::QUANTIZED) {
-          load_box(x, &x_map, g * GROUP, m * HOPPER_TOKENS, ready);
-          load_bulk(shared + Shape::SCALES_AT + stage * 2 * Shape::SCALE_BYTES,
-                    scales + static_cast<int64_t>(g) * HOPPER_TOKENS, scale_bytes, ready);
-        } else {
-          load_box(x, &x_map, g * BOX, m * HOPPER_TOKENS, ready);
-          load_box(x + HOPPER_TOKENS * BOX, &x_map, (g + 1) * BOX, m * HOPPER_TOKENS, ready);
-        }
+        load_box(x, &x_map, g * BOX, m * HOPPER_TOKENS, ready);
+        load_box(x + HOPPER_TOKENS * BOX, &x_map, (g + 1) * BOX, m * HOPPER_TOKENS, ready);
         next();
       }
     }
@@ -160,98 +110,60 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 
   registers_take<Shape::CONSUMER_REGISTERS>();
   int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-  unsigned w_at = shared + warpgroup * (Shape::HALVES * 64 * 2 * GROUP), x_at = shared + Shape::X_AT;
-  unsigned scales_at = shared + Shape::SCALES_AT + (lane & 3) * 16;
+  unsigned w_at = shared + warpgroup * (64 * 2 * GROUP), x_at = shared + Shape::X_AT;
   unsigned my_out = shared + Shape::OUT_AT + warpgroup * HOPPER_TOKENS * OUT_PITCH;
-  asm volatile("" : "+r"(scales_at), "+r"(full), "+r"(empty));  // kept, not computed anew for each group
+  asm volatile("" : "+r"(full), "+r"(empty));  // kept, not computed anew for each group
   for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
     int m, n;
     tiles.at(tile, m, n);
     m *= HOPPER_TOKENS;
-    n = n * Shape::ROWS + warpgroup * (Shape::HALVES * 64);
-    float y[Shape::HALVES][64] = {};
-    // The rows' scales are read a stage ahead.
-    const float* row_scales[Shape::HALVES][2];
-    float scales[Shape::HALVES][2][2];
+    n = n * Shape::ROWS + warpgroup * 64;
+    float y[64] = {};
+    const float* row_scales[2];
+    float ahead[2][2];  // the scales of a stage's groups, read a stage before
     auto read_scales = [&](int g) {
 #pragma unroll
-      for (int h = 0; h < Shape::HALVES; ++h)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (g < p.G) scales[h][r][0] = row_scales[h][r][0];
-          if (g + 1 < p.G) scales[h][r][1] = row_scales[h][r][1];
-          row_scales[h][r] += 2;
-        }
+      for (int r = 0; r < 2; ++r) {
+        ahead[r][0] = g < p.G ? row_scales[r][g] : 0.f;
+        ahead[r][1] = g + 1 < p.G ? row_scales[r][g + 1] : 0.f;
+      }
     };
 #pragma unroll
-    for (int h = 0; h < Shape::HALVES; ++h)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        int row = min(n + h * 64 + warp * 16 + (lane >> 2) + 8 * r, p.N - 1);
-        row_scales[h][r] = p.scales + static_cast<int64_t>(row) * p.G;
-        asm volatile("" : "+l"(row_scales[h][r]));
-      }
+    for (int r = 0; r < 2; ++r) {
+      int row = min(n + warp * 16 + (lane >> 2) + 8 * r, p.N - 1);
+      row_scales[r] = p.scales + static_cast<int64_t>(row) * p.G;
+    }
     read_scales(0);
 #pragma unroll 1
-    for (int g = 0; g < p.G; g += 2) {
+    for (int g = 0; g < p.G; g += 2) {  // where K ends with the first group, the second one is zeros
+      unsigned w = w_at + stage * Shape::W_BYTES, x = x_at + stage * Shape::X_BYTES, codes[2][4][4];
+      float sums[2][64], now[2][2] = {{ahead[0][0], ahead[0][1]}, {ahead[1][0], ahead[1][1]}};
       barrier_wait(full + 8 * stage, parity);
-      float now[Shape::HALVES][2][2];
-#pragma unroll
-      for (int h = 0; h < Shape::HALVES; ++h)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) now[h][r][0] = scales[h][r][0], now[h][r][1] = scales[h][r][1];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (g + i == p.G) break;
-#pragma unroll
-        for (int h = 0; h < Shape::HALVES; ++h) {
-          unsigned w = w_at + stage * Shape::W_BYTES + h * (64 * 2 * GROUP), x = x_at + stage * Shape::X_BYTES;
-          float a = now[h][0][i], b = now[h][1][i];
-          auto meanwhile = [&] {
-            if (i == 0 && h == 0) read_scales(g + 2);
-          };
-          if constexpr (Shape::QUANTIZED)
-            add_products(y[h], w + i * GROUP, x + i * GROUP, scales_at + (2 * stage + i) * Shape::SCALE_BYTES, a, b,
-                         meanwhile);
-          else
-            add_products<T>(y[h], w, i, x + i * (HOPPER_TOKENS * 2 * GROUP), warp, lane, a, b, meanwhile);
-        }
-      }
-      __syncwarp();
+      read_codes<T>(codes[0], w, 0, warp, lane);
+      start_products<T>(sums[0], codes[0], x);
+      read_codes<T>(codes[1], w, 1, warp, lane);
+      start_products<T>(sums[1], codes[1], x + HOPPER_TOKENS * 2 * GROUP);
+      read_scales(g + 2);
+      products_wait<1>(sums[0]);
+      scale_sums(y, sums[0], now[0][0], now[1][0]);
+      products_wait<0>(sums[1]);
       if (lane == 0) barrier_arrive(empty + 8 * stage);
+      scale_sums(y, sums[1], now[0][1], now[1][1]);
       next();
     }
-#pragma unroll
-    for (int h = 0; h < Shape::HALVES; ++h) finish(y[h], p, out, m, n + h * 64, my_out, warpgroup, thread);
+    finish(y, p, out, m, n, my_out, warpgroup, thread);
   }
 #endif
 }
 
-template <typename Shape, typename T>
-void launch_hopper_shape(const Problem<typename Shape::X>& p, T* out, cudaStream_t stream) {
-  constexpr int SIZE = sizeof(typename Shape::X);
+template <typename T>
+void launch_hopper(const Problem<T>& p, T* out, cudaStream_t stream) {
+  using Shape = HopperShape;
   HopperTiles tiles{(p.M + HOPPER_TOKENS - 1) / HOPPER_TOKENS, (p.N + Shape::ROWS - 1) / Shape::ROWS};
   int blocks = device_traits().multiprocessors, count = tiles.m_tiles * tiles.n_tiles;
-  launch_with_shared(OP, hopper_tokens<T, Shape>, dim3(static_cast<unsigned>(count < blocks ? count : blocks)),
-                     Shape::THREADS, Shape::SHARED, stream, map_of_rows(p.values, p.N, p.K, p.K, Shape::ROWS),
-                     map_of_rows(p.x, p.M, p.pitch * SIZE, p.pitch * SIZE, HOPPER_TOKENS), p, out, tiles);
-}
-
-template <typename X>
-using Hopper128 = HopperShape<X, 2, 1, sizeof(X) == 1 ? 5 : 3>;
-using Hopper256 = HopperShape<int8_t, 2, 2, 3>;  // in 16 bits it would be short of registers
-
-// Tokens in int8, results in 16 bits: the shape whose tiles fill the multiprocessors' last round best.
-template <typename X, typename T>
-void launch_hopper(const Problem<X>& p, T* out, cudaStream_t stream) {
-  int sms = device_traits().multiprocessors;
-  auto share = [&](int rows) {
-    int64_t tiles = static_cast<int64_t>((p.M + HOPPER_TOKENS - 1) / HOPPER_TOKENS) * ((p.N + rows - 1) / rows);
-    return static_cast<double>(p.M) * p.N / static_cast<double>((tiles + sms - 1) / sms * sms * rows * HOPPER_TOKENS);
-  };
-  if constexpr (sizeof(X) == 1 && sizeof(T) == 2)
-    if (share(256) >= share(128)) return launch_hopper_shape<Hopper256>(p, out, stream);
-  launch_hopper_shape<Hopper128<X>>(p, out, stream);
+  launch_with_shared(OP, hopper_tokens<T>, dim3(static_cast<unsigned>(count < blocks ? count : blocks)), Shape::THREADS,
+                     Shape::SHARED, stream, map_of_rows(p.values, p.N, p.K, p.K, Shape::ROWS),
+                     map_of_rows(p.x, p.M, p.pitch * 2, p.pitch * 2, HOPPER_TOKENS), p, out, tiles);
 }
 
 }  // namespace qwen_patch::cuda::int8

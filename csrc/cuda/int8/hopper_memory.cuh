@@ -1,4 +1,5 @@
-// hopper.cuh's ways in and out: tensor maps for what its blocks read, and the results, which leave turned round.
+// What both kernels for many tokens on sm_90 share: the order of their tiles, tensor maps for what their blocks read,
+// and the results, which leave turned round.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -7,6 +8,20 @@
 #include "hopper_ptx.cuh"
 
 namespace qwen_patch::cuda::int8 {
+
+constexpr int HOPPER_TOKENS = 128;  // of a tile
+constexpr int BAND = 16;            // tiles of tokens that share the weights' way through L2
+
+// Where a tile lies. Tokens go first, within bands: the blocks that run together share weights, and a band's tokens
+// stay in L2.
+struct HopperTiles {
+  int m_tiles, n_tiles;
+  __device__ __forceinline__ void at(int tile, int& m, int& n) const {
+    int band = tile / (BAND * n_tiles), in_band = min(BAND, m_tiles - band * BAND), rest = tile - band * BAND * n_tiles;
+    n = rest / in_band;
+    m = band * BAND + rest - n * in_band;
+  }
+};
 
 // The driver's function that makes a tensor map; asked for by name, so that nothing links against the driver.
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {

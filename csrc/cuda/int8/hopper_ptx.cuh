@@ -82,6 +82,11 @@ __device__ __forceinline__ void multiply_64x128(float (&d)[64], const unsigned (
         : QP_ALL("+f")
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
 }
+// Waits until only the PENDING last batches of products are under way, and keeps reads of d from moving ahead of that.
+template <int PENDING>
+__device__ __forceinline__ void products_wait(float (&d)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned %64;" : QP_ALL("+f") : "n"(PENDING) : "memory");
+}
 #undef QP_64
 #undef QP_4
 #undef QP_16
