@@ -60,14 +60,14 @@ fi
 
 if [ "$part" = decode ]; then
   for shape in ${subject:-Qwen2.5-0.5B Qwen3-0.6B Qwen3-1.7B Qwen3-8B}; do
-    qwen_patch bench --device cuda --model "random:$shape" --fusion both,int8 --prompt-lengths 128 --rounds 3 --static \
+    qwen_patch bench --device cuda --model "random:$shape" --fusion both,int8,int8-head --prompt-lengths 128 --rounds 3 --static \
       --output "$out/decode_$shape"
   done
   exit
 fi
 
 if [ "$part" = long ]; then
-  for case in "batch8 --batch 8 --prompt-lengths 128 --fusion both,int8" "8k --prompt-lengths 8064 --fusion both"; do
+  for case in "batch8 --batch 8 --prompt-lengths 128 --fusion both,int8,int8-head" "8k --prompt-lengths 8064 --fusion both"; do
     read -r name options <<<"$case"
     # shellcheck disable=SC2086
     qwen_patch bench --device cuda --model random:Qwen3-8B --rounds 3 $options --output "$out/decode_Qwen3-8B_$name"

@@ -21,11 +21,16 @@ from ..validation.agreement import BARS, Agreement, Closeness, compare_int8, com
 from . import results, timing
 
 STOCK, STATIC = "stock", "static"
-INT8 = {"int8": "auto", "int8-w8a16": "w8a16", "int8-w8a8": "w8a8"}
+INT8: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "int8-head": {"lm_head": True},
+    "int8-w8a16": {"activations": "w8a16"},
+    "int8-w8a8": {"activations": "w8a8"},
+}
 # What `patch_model` is given for a variant. "modules" is a full patch under Transformers' own loop; the ablations have
 # that loop anyway. The int8 ones keep their originals in the host's memory, so that stock can come back.
 VARIANTS = {fusion: {"fusion": fusion} for fusion in RECIPES} | {"modules": {"fusion": "both", "generation": "stock"}}
-VARIANTS |= {name: {"quantize": "int8", "activations": mode, "keep_original": True} for name, mode in INT8.items()}
+VARIANTS |= {name: {"quantize": "int8", "keep_original": True, **options} for name, options in INT8.items()}
 
 
 @dataclass
@@ -116,7 +121,7 @@ def measure(
         if variant in INT8:
             patch_model(model, **VARIANTS[variant], generation="stock")
             loop = generate(model, variant, ids, new_tokens)
-            bar = BARS["w8a8" if INT8[variant] == "w8a8" else "w8a16"].kl if trained else None
+            bar = BARS["w8a8" if variant == "int8-w8a8" else "w8a16"].kl if trained else None
             agreements[variant] = compare_int8(model, ids, expected, loop, found, bar, again)
         else:
             agreements[variant] = compare_tokens(model, ids, expected, found, again)
