@@ -330,7 +330,8 @@ def test_the_commands_take_an_int8_checkpoint_and_quantize(checkpoint, tmp_path)
     assert result.exit_code == 0, result.output
     rows = {row["variant"]: row for row in json.loads((tmp_path / "bench.json").read_text())["rows"]}
     assert list(rows) == ["stock", "both", "int8-w8a16", "int8-w8a8"]
-    assert rows["int8-w8a16"]["tokens"].startswith("all 4 equal; of stock's ")
+    assert rows["int8-w8a16"]["correct"]
+    assert "of stock's 100.0% equal" in rows["int8-w8a16"]["tokens"]
     result = runner.invoke(app, ["plan", "--quantize", "int8", "--json"])
     assert json.loads(result.output)["quantize"] == "int8"
 
