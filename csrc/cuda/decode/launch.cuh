@@ -52,7 +52,7 @@ void with_head_dim(int64_t D, F&& f) {
   }
   STD_TORCH_CHECK(false, DECODE_STEP, ": does not support head_dim ", D);
 }
-// f with D and SHIFT as constants.
+// f with D and SHIFT as constants. Code is for one row.
 template <typename W, typename F>
 void with_constants(int64_t D, int64_t B, F&& f) {
   with_head_dim<W>(D, [&](auto d) {

@@ -101,8 +101,7 @@ struct Consumer {
     int chunks = chunks_of(K), k = warp * COLUMNS + lane * 4;
     // Into the L1 cache, while the input is on its way.
     for (int c = lane; c < chunks * 2; c += 32)
-      if (int at = (c >> 1) * CHUNK + warp * COLUMNS + (c & 1) * 64; at < K)
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(weight + at));
+      if (int at = (c >> 1) * CHUNK + warp * COLUMNS + (c & 1) * 64; at < K) prefetch_l1(weight + at);
     float s[ROOM] = {};
     take(source, 0, chunks, K, [&](int c, int b, uint2 v, bool there) {
       if (there) store64(x_at(c, b) + lane * 8, v);
@@ -126,6 +125,7 @@ struct Consumer {
       uint2 v[ROOM];
 #pragma unroll
       for (int row = 0; row < ROOM; ++row) v[row] = load64(x_at(c, row) + lane * 8);
+      if constexpr (ROOM > 1) __syncwarp();  // odd rows go where other lanes have read
 #pragma unroll
       for (int row = 0; row < ROOM; ++row) {
         float scale = ROOM == 1 ? r : __shfl_sync(~0u, r, row);

@@ -57,8 +57,9 @@ struct KeptInput {
 };
 
 // A code plus 128 is its own 16 bits: as T it counts in T's smallest step, and nothing has to be converted. Products of
-// the same x with a constant take the 128 off again. In bfloat16 x is kept 2^64 times as large, which is exact: a
-// product with its smallest step, 2^-133, would be below what fp32 has all its bits for.
+// the same x with a constant take the 128 off again. That tensor cores take subnormal operands as they are was seen on
+// sm_90. In bfloat16 x is kept 2^64 times as large, which is exact below 2^63: a product with the smallest step,
+// 2^-133, would be below what fp32 has all its bits for.
 template <typename T, int ROOM>
 struct KeptInput<T, int8_t, ROOM> {
   using In16Bits = KeptInput<T, T, ROOM>;
@@ -136,10 +137,10 @@ struct KeptInput<T, Code, 1> {
     unsigned digit = x + min(lane >> 2, int8::DIGITS - 1) * GROUP + (lane & 3) * 16;
     auto add = [&](int j, const uint4& A, const uint4& A2, const uint4& X, float scale, float scale2) {
       int sums[4];
-      mma_int8(sums, A.x, A2.x, A.y, A2.y, X.x, X.y, int8::FLOAT_BITS);
+      mma_int8(sums, A.x, A2.x, A.y, A2.y, X.x, X.y, int8::MAGIC_BITS);
       mma_int8(sums, A.z, A2.z, A.w, A2.w, X.z, X.w);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[j][i] += (i < 2 ? scale : scale2) * (__int_as_float(sums[i]) - int8::FLOAT);
+      for (int i = 0; i < 4; ++i) c[j][i] += (i < 2 ? scale : scale2) * (__int_as_float(sums[i]) - int8::MAGIC);
     };
     if (groups >= 2) {
       uint4 A = load128(row), A2 = load128(row2), X = load128(digit);

@@ -1,12 +1,12 @@
-// The weights' way into shared memory: a ring of slots that one warp fills, in the order in which the others
-// will use them, across the borders of stages and layers. Weights do not depend on activations, so the memory stays
-// busy while a stage waits for its input.
+// The weights' way into shared memory: a ring of slots that one warp fills, in the order in which the others will use
+// them, across the borders of stages and layers. Weights do not depend on activations, so the memory stays busy while a
+// stage waits for its input.
 //
 // A slot is an octet: 8 rows of at most 1,024 columns of 16 bits, or 2,048 of int8 and their scales. A row travels as
 // one bulk copy of up to 2 KB (sm_90; below, as cp.async pieces of 16 bytes). Rows lie 64 bytes beyond a multiple of
 // 128 apart, so that the 16-byte reads of a tensor core's fragment, 8 lanes over 2 rows at a time, meet no bank
-// conflict. At most `in_flight` slots are asked for at a time: more only lengthens the
-// queue at L2, in which the activations wait too.
+// conflict. At most `in_flight` slots are asked for at a time: more only lengthens the queue at L2, in which the
+// activations wait too.
 #pragma once
 
 #include "../int8/widen.cuh"

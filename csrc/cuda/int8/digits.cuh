@@ -1,7 +1,8 @@
 // 16-bit numbers beside int8 weights as int8 themselves: a group's values become integers in units of one power of two,
 // and these three signed digits of 8 bits, so that tensor cores sum them exactly. Three columns of a product then stand
 // for one row of the input: where few rows are there, the columns are free, and nothing has to be widened.
-// Against the group's largest value a bfloat16 is exact down to 2^-14 of it; what is smaller is rounded to 2^-22 of it.
+// Against the group's largest value a bfloat16 is exact down to 2^-14 of it; what is smaller is rounded to 2^-22 of it,
+// or to 2^-126.
 #pragma once
 
 #include "widen.cuh"
@@ -9,11 +10,6 @@
 namespace qwen_patch::cuda::int8 {
 
 constexpr int DIGITS = 3;
-
-// An integer below 2^22 plus the bits of FLOAT are the bits of FLOAT plus that integer: a conversion takes 8 times as
-// long as an addition on sm_90.
-constexpr int FLOAT_BITS = 0x4b400000;
-constexpr float FLOAT = 12582912.f;
 
 // largest: bits of the largest |value|, which is below 2^22 units; NaN or infinite: the unit is NaN. The exponent is
 // taken as no less than what keeps both powers of two normal numbers.
@@ -31,7 +27,7 @@ __device__ __forceinline__ void digits_of(const float* values, float inverse, un
   unsigned v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    v[i] = (__float_as_uint(fmaf(values[i], inverse, FLOAT)) - FLOAT_BITS + 0x808080) ^ 0x808080;
+    v[i] = (__float_as_uint(fmaf(values[i], inverse, MAGIC)) - MAGIC_BITS + 0x808080) ^ 0x808080;
   unsigned a = __byte_perm(v[0], v[1], 0x5140), b = __byte_perm(v[2], v[3], 0x5140);
   words[0] = __byte_perm(__byte_perm(v[0], v[1], 0x62), __byte_perm(v[2], v[3], 0x62), 0x5410);
   words[1] = __byte_perm(a, b, 0x7632);

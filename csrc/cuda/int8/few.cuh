@@ -25,7 +25,7 @@ constexpr int FEW_RESIDENT = 16;  // warps of a multiprocessor
 constexpr int FEW_DEPTH = 2;      // units that a warp has under way: 4 KB each
 constexpr int UNIT = 4;           // groups
 
-enum class As { FLOAT, CODES, DIGITS };
+enum class As { IS, CODES, DIGITS };
 // Rows of shared memory, and columns of a product, that a token takes.
 template <As AS>
 constexpr int FEW_ROWS = AS == As::DIGITS ? DIGITS : 1;
@@ -33,11 +33,11 @@ constexpr int FEW_ROWS = AS == As::DIGITS ? DIGITS : 1;
 // A row in shared memory, in bytes: rows that a warp reads at once start in different banks.
 template <As AS>
 __host__ __device__ constexpr int few_pitch(int G) {
-  return AS == As::FLOAT ? G * GROUP * 2 + 16 : (G | 1) * GROUP;
+  return AS == As::IS ? G * GROUP * 2 + 16 : (G | 1) * GROUP;
 }
 template <As AS>
 __host__ __device__ constexpr int few_shared(int tokens, int G) {
-  return tokens * FEW_ROWS<AS> * (few_pitch<AS>(G) + (AS == As::FLOAT ? 0 : 4 * G));
+  return tokens * FEW_ROWS<AS> * (few_pitch<AS>(G) + (AS == As::IS ? 0 : 4 * G));
 }
 // The warps' sums of a tile, one after the other for each output, padded against bank conflicts.
 constexpr int FEW_PITCH = FEW_WARPS + 1;
@@ -51,7 +51,7 @@ struct Unit {
 template <typename T, As AS, int TILES, int ROWS>
 struct Few {
   static constexpr int HALVES = ROWS / 8;
-  using Sum = std::conditional_t<AS == As::FLOAT, float, int>;
+  using Sum = std::conditional_t<AS == As::IS, float, int>;
   const Problem<T>& p;
   char* tokens;  // shared: rows of few_pitch bytes, then, of int8, their scales [rows, G]
   int rows;      // of all tokens
@@ -80,7 +80,7 @@ struct Few {
   __device__ __forceinline__ void take_tokens() const {
     int pitch = few_pitch<AS>(p.G), packs = p.G * (GROUP / 8), thread = threadIdx.x, threads = 32 * warps;
     unsigned to = shared_address(tokens);
-    if constexpr (AS != As::FLOAT) {
+    if constexpr (AS != As::IS) {
       float* scales = reinterpret_cast<float*>(tokens + rows * pitch);
       for (int base = 0; base < p.M * packs; base += threads) {  // whole warps, for the shuffles
         int i = base + thread, m = i / packs, k = i % packs * 8;
@@ -103,9 +103,9 @@ struct Few {
         if (!there) continue;
 #pragma unroll
         for (int d = 0; d < FEW_ROWS<AS>; ++d, scale *= next) {
-          int row = m * FEW_ROWS<AS> + d;
-          store64(to + row * pitch + k, values[d]);
-          if (k % GROUP == 0) scales[row * p.G + k / GROUP] = scale;
+          int at = m * FEW_ROWS<AS> + d;
+          store64(to + at * pitch + k, values[d]);
+          if (k % GROUP == 0) scales[at * p.G + k / GROUP] = scale;
         }
       }
     } else {
@@ -122,11 +122,11 @@ struct Few {
   // The lane's row of a tile of 8; of one that is not there, any: columns of a product do not mix.
   __device__ __forceinline__ unsigned token(int tile) const {
     int m = tile * 8 + (lane >> 2);
-    return shared_address(tokens) + (m < rows ? m : 0) * few_pitch<AS>(p.G) + (lane & 3) * (AS == As::FLOAT ? 32 : 16);
+    return shared_address(tokens) + (m < rows ? m : 0) * few_pitch<AS>(p.G) + (lane & 3) * (AS == As::IS ? 32 : 16);
   }
 
   static __device__ __forceinline__ float value(float sum) { return sum; }
-  static __device__ __forceinline__ float value(int sum) { return __int_as_float(sum) - FLOAT; }
+  static __device__ __forceinline__ float value(int sum) { return __int_as_float(sum) - MAGIC; }
 
   // Adds the products of group g, the j-th of its unit, to y.
   __device__ __forceinline__ void multiply(float (&y)[TILES][4], const Unit<ROWS>& unit, int j, int g,
@@ -134,11 +134,11 @@ struct Few {
     const uint4 &A = unit.codes[j][0], none = make_uint4(0, 0, 0, 0),
                 &B = HALVES == 2 ? unit.codes[j][HALVES - 1] : none;
     Sum sums[TILES][4];
-    if constexpr (AS != As::FLOAT) {
+    if constexpr (AS != As::IS) {
 #pragma unroll
       for (int i = 0; i < TILES; ++i) {
         uint4 v = load128(x[i] + g * GROUP);
-        mma_int8(sums[i], A.x, B.x, A.y, B.y, v.x, v.y, FLOAT_BITS);
+        mma_int8(sums[i], A.x, B.x, A.y, B.y, v.x, v.y, MAGIC_BITS);
         mma_int8(sums[i], A.z, B.z, A.w, B.w, v.z, v.w);
       }
     } else {
@@ -172,7 +172,7 @@ struct Few {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float of_token = 1.f;
-        if constexpr (AS != As::FLOAT) {
+        if constexpr (AS != As::IS) {
           int m = min(i * 8 + (lane & 3) * 2 + c, rows - 1);
           of_token = reinterpret_cast<const float*>(tokens + rows * few_pitch<AS>(p.G))[m * p.G + g];
         }

@@ -51,7 +51,7 @@ __device__ __forceinline__ float quantize_8(const T* x, bool there, uint2& codes
   unsigned packed[2] = {};
   if (scale > 0.f) {
     float reciprocal = __frcp_rn(scale);
-    auto code = [](float quotient) { return __float_as_uint(quotient + 12582912.f); };  // 1.5 * 2^23: the low byte
+    auto code = [](float quotient) { return __float_as_uint(quotient + MAGIC); };  // the low byte
     unsigned c[8];
     if (scale > 0x1p-100f) {
 #pragma unroll

@@ -9,6 +9,11 @@ namespace qwen_patch::cuda::int8 {
 
 constexpr int GROUP = INT8_GROUP;
 
+// The bits of this number plus an integer below 2^22 are the bits of their sum: an addition in place of a conversion,
+// and a product can start from them.
+constexpr int MAGIC_BITS = 0x4b400000;
+constexpr float MAGIC = 12582912.f;  // 1.5 * 2^23
+
 // Two codes, in the low bytes of each 16 bits, as T: exact. A bfloat16 of 128 to 255 counts in ones, so the code's low
 // 7 bits go into 128's mantissa, and 128 or, of a negative code, 256 is taken off. A float16 of 1,024 to 2,047 has room
 // for all 8 bits. What lies in the high bytes does not count.
