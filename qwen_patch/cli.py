@@ -170,7 +170,7 @@ def plan(
 def bench(
     model: Annotated[str, typer.Option(help="As in validate; or random:NAME for official shapes.")] = "tiny-qwen2",
     fusion: Annotated[
-        str, typer.Option(help="Variants to compare with stock, comma-separated.")
+        str, typer.Option(help="Variants to compare with stock, comma-separated; also int8, int8-head (it too).")
     ] = "mlp,rms,modules,both",
     device: Device = "auto",
     dtype: Dtype = "auto",

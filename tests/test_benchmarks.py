@@ -100,7 +100,7 @@ def test_bytes_a_token_counts_what_decode_reads():
     model = random_model_of_two_layers()
     weights = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n)
     head_dim, kv_heads = 16, 2
-    assert generate.bytes_a_token(model, 10) == 4 * (weights + 2 * 2 * kv_heads * head_dim * 10)
+    assert generate.bytes_a_token(model, 3, 10) == 4 * (weights + 2 * 2 * kv_heads * head_dim * 10 * 3)
 
 
 def random_model_of_two_layers():

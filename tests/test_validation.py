@@ -10,7 +10,7 @@ from models import small_model, token_ids
 
 import qwen_patch
 from qwen_patch.loading import BUNDLED, load_model
-from qwen_patch.modules import Patched
+from qwen_patch.modules import Int8Linear, Patched
 from qwen_patch.ops import BACKENDS, OPS
 from qwen_patch.recipes import RECIPES
 from qwen_patch.validation import agreement, metrics
@@ -161,28 +161,41 @@ def test_agreement_tells_a_tie_from_an_error():
 
 
 @torch.no_grad()
-def test_closeness_of_int8():
-    """The runtime's tokens are judged by the same int8 model's, the distance from stock by a bar where there is one."""
+def test_closeness_of_int8(monkeypatch):
+    """An int8 model's tokens are judged by the reference over the same int8 linears, which its kernels do not touch."""
     model, ids = small_model("qwen3", torch.bfloat16), token_ids(1, 5)
-    stock = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+    options = {"quantize": "int8", "keep_original": True}
 
-    def activate():
-        qwen_patch.patch_model(model, quantize="int8", keep_original=True)
+    def generate() -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
 
-    activate()
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
-    found = agreement.compare_int8(model, ids, stock, expected, expected, 0.1, activate)
-    assert found.tokens.equal
-    assert 0 < found.distance.kl_mean < 0.1
+    stock = generate()
+    qwen_patch.patch_model(model, **options)
+    expected = generate()
+
+    def judged(found: torch.Tensor, bar: float) -> agreement.Closeness:
+        return agreement.compare_int8(model, ids, stock, found, bar, generate, options)
+
+    found = judged(expected, 0.1)
     assert found.correct
+    assert 0 < found.distance.kl_mean < 0.1
     assert qwen_patch.explain(model).quantize == "int8"  # as it was
-    far = agreement.compare_int8(model, ids, stock, expected, expected, 0.0, activate)
+    far = judged(expected, 0.0)
     assert not far.correct
     assert "too far" in str(far)
-    worst = model(torch.cat([ids, expected[:, :3]], 1)).logits[0, -1].argmin()
     wrong = expected.clone()
-    wrong[0, 3] = worst
-    for bar in (0.1, None):
-        found = agreement.compare_int8(model, ids, stock, expected, wrong, bar, activate)
-        assert (found.tokens.first_difference, found.correct) == (3, False)
-    assert agreement.compare_int8(model, ids, stock, expected, expected, None, activate).correct
+    wrong[0, 3] = model(torch.cat([ids, expected[:, :3]], 1)).logits[0, -1].argmin()
+    found = judged(wrong, 0.1)
+    assert (found.tokens.first_difference, found.correct) == (3, False)
+
+    def without_last_group(self: Int8Linear, x: torch.Tensor) -> torch.Tensor:
+        scales = self.scales.clone()
+        scales[:, -1] *= self.backend == "reference"
+        return OPS["int8_linear"].reference(x, self.values, scales, self.bias, False)
+
+    # What a wrong kernel gives must not widen what counts as a tie.
+    monkeypatch.setattr(Int8Linear, "forward", without_last_group)
+    qwen_patch.patch_model(model, **options, generation="stock")
+    wrong = generate()
+    qwen_patch.patch_model(model, **options)
+    assert not judged(wrong, 100.0).tokens.correct
