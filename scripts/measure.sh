@@ -8,7 +8,7 @@
 #                                                         Transformers' own loop and its compiled static cache; 2 minutes
 #                                                         a shape on an H200
 #   measure.sh cuda long OUT_DIR                          the same on Qwen3-8B with 8 sequences, and after 8,064 tokens;
-#                                                         without the static cache; 2 minutes
+#                                                         without the static cache; 3 minutes
 #   measure.sh cuda speed OUT_DIR [SHAPE]                 the fused modules under Transformers' own loop, and the ablations,
 #                                                         at official shapes; 4 minutes each on an H200
 # Run it in an environment with this package, or from the source folder with PYTHONPATH=. set.

@@ -102,6 +102,10 @@ def decode() -> str:
     head += ["first token, ms: stock / static / patched", "first call, s: static / patched", "tokens", "commit"]
     settings = documents[0]["settings"]
     env = documents[0]["environment"]
+    for other in documents:
+        for key in ("device_name", "torch", "transformers"):
+            if other["environment"][key] != env[key]:
+                raise SystemExit(f"decode of {other['model']} is from another {key} than {documents[0]['model']}")
     copies = [document["copy_gbps"] for document in documents]
     text = f"{settings['new_tokens']} new tokens, {settings['rounds']} rounds. {env['device_name']}, "
     text += f"torch {env['torch']}, transformers {env['transformers']}, "

@@ -78,7 +78,7 @@ def state_of(model: nn.Module) -> list[Any]:
         if module is None:
             continue
         own, cls = module.__dict__, type(module)
-        if cls not in numbers:
+        if cls not in numbers:  # a number that a class uses is on all of its instances
             numbers[cls] = [name for name in NUMBERS if name in own or hasattr(cls, name)]
         state += (cls, module.training, "forward" in own, "_hf_hook" in own)
         if names := numbers[cls]:
@@ -124,7 +124,7 @@ class Weights:
         return True
 
     def hold(self) -> list[torch.UntypedStorage]:
-        """What lies there, which stays as long as the list does."""
+        """What the parameters are now, which stays as long as the list does."""
         modules = ((reference(), name) for reference, name, _ in self.places)
         weights = (module._parameters.get(name) for module, name in modules if module is not None)
         return [weight.untyped_storage() for weight in weights if weight is not None]

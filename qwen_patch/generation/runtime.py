@@ -207,7 +207,7 @@ def _tokens(session: Session, most: int, weights: Weights) -> Iterator[torch.Ten
             session.step(steps)
             under_way.append(session.send())
             asked += steps
-        if held is None and most > 1:  # now that the GPU has work, and where some is left after the first tokens
+        if held is None and most > 1:  # now that the GPU has work; where this is all, it is waited for below
             # `decode_step` and graphs have addresses only: a streamer, or another thread, may give the model other
             # weights. These stay until the answer is complete.
             held = weights.hold()

@@ -27,8 +27,10 @@ HEAD_DIMS, HEAD_DIMS_OF_INT8 = (32, 64, 96, 128), (64, 128)
 MAX_HIDDEN = 8192
 MAX_ROWS_A_BLOCK = 64  # of the hidden size
 MIN_SLOTS = 2  # of the ring of weights in shared memory
-IN_FLIGHT = 3  # slots of 16 KB that a multiprocessor waits for: Qwen3-8B takes 3,816 us so, 4,074 with 4
-IN_FLIGHT_OF_ONE_SMALL_ROW = 2  # one sequence, a hidden size up to 1,024: Qwen3-0.6B 590 us so, 604 with 3; 1.7B not
+# Slots of weights that a multiprocessor waits for at a time: Qwen3-8B takes 3,816 us with 3, 4,074 with 4. One sequence
+# and a hidden size up to 1,024: Qwen3-0.6B takes 590 us with 2, 604 with 3; 1.7B, of 2,048, is slower with 2.
+IN_FLIGHT = 3
+IN_FLIGHT_OF_ONE_SMALL_ROW = 2
 
 _TORCH_LIBRARY.define(
     "decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_head, "
@@ -50,7 +52,8 @@ _TORCH_LIBRARY.define(
 def slots_that_fit(
     embedding: torch.Tensor, layers: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, rows: int
 ) -> int:
-    """How many slots of 16 KB the ring of weights would have on the GPU of embedding [V, H]; it needs MIN_SLOTS."""
+    """How many slots the ring of weights has at least, whatever they are kept as, on the GPU of embedding [V, H]; it
+    needs MIN_SLOTS."""
     return torch.ops.qwen_patch.decode_step_slots(embedding, layers, heads, kv_heads, head_dim, intermediate, rows)
 
 
