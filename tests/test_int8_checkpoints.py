@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -42,6 +43,30 @@ def checkpoint(tmp_path_factory):
     assert "42 linears in int8, the rest in bfloat16" in result.output
     assert "5.7 MB before, 3.4 MB after (60%)" in result.output
     return folder
+
+
+@pytest.mark.cuda
+def test_memory_while_quantizing_on_the_way_in(tmp_path):
+    """A layer in bfloat16 beside the int8 model at most; in place, a layer beside the model as it was."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6, "vocab_size": 1024}
+    model = small_model("qwen3", torch.bfloat16, "cuda", **sizes)
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    model.save_pretrained(tmp_path)
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    qwen_patch.patch_model(model, quantize="int8")
+    assert torch.cuda.max_memory_allocated() - before <= layer
+
+    del model
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    config = QwenPatchInt8Config()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cuda")
+    taken = torch.cuda.memory_allocated() - before
+    assert torch.cuda.max_memory_allocated() - before <= taken + layer
+    assert len(linears(loaded)) == 6 * 7
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl"])
