@@ -93,6 +93,23 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
   while (!barrier_done(barrier, parity)) {
   }
 }
+// After the last barrier_init, by the same thread: bulk copies see them from here on.
+__device__ __forceinline__ void barriers_made() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+#if __CUDA_ARCH__ >= 900
+// An arrival, and so many bytes that bulk copies are to bring before the phase ends.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void load_bulk(unsigned to, const void* from, int bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+#endif
 // Of `threads` threads that name the same barrier 1 to 15; 0 is __syncthreads.
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -39,9 +39,7 @@ struct Consumer {
   int flip = 0;
 
   // Called where a stage begins: what follows is computed there, not before the loop over the layers and kept.
-  __device__ __forceinline__ void begin_stage() {
-    asm volatile("" : "+r"(lane), "+r"(warp), "+r"(x), "+r"(ring.slots));
-  }
+  __device__ __forceinline__ void begin_stage() { asm volatile("" : "+r"(lane), "+r"(warp), "+r"(x), "+r"(ring.at)); }
 
   __device__ __forceinline__ unsigned x_at(int chunk, int b) const { return x + ((chunk << SHIFT) + b) * X_PITCH<W>; }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../int8/widen.cuh"
+#include "../slots.cuh"
 
 namespace qwen_patch::cuda::decode {
 
@@ -38,41 +39,18 @@ struct Matrix {
 };
 
 template <typename W>
-struct Ring {
-  unsigned slots, barriers;  // shared addresses
-  int count;
+struct Ring : Slots {
+  unsigned at;  // shared address of the first slot
 
-  __device__ __forceinline__ unsigned slot(int i) const { return slots + i * SLOT_BYTES<W>; }
-  __device__ __forceinline__ unsigned full(int i) const { return barriers + 8 * i; }
-  __device__ __forceinline__ unsigned empty(int i) const { return barriers + 8 * (count + i); }
+  __device__ __forceinline__ unsigned slot(int i) const { return at + i * SLOT_BYTES<W>; }
 
-  // By one thread, before the block's first barrier. What arrives at a full slot's: bulk copies; with scales each
-  // lane's own copies too.
-  __device__ void init() const {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
+  // What arrives at a full slot's: bulk copies; with scales each lane's own copies too, below sm_90 only those.
+  __device__ __forceinline__ void init() const {
 #if __CUDA_ARCH__ >= 900
-      barrier_init(full(i), sizeof(W) == 1 ? 33 : 1);
+    Slots::init(sizeof(W) == 1 ? 33 : 1, CONSUMERS);
 #else
-      barrier_init(full(i), 32);
+    Slots::init(32, CONSUMERS);
 #endif
-      barrier_init(empty(i), CONSUMERS);
-    }
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-  }
-};
-
-// A place in the ring: the slot, and the parity of the round that it is in.
-struct Place {
-  int slot = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void next(int count) {
-    if (++slot == count) {
-      slot = 0;
-      parity ^= 1;
-    }
   }
 };
 
@@ -93,7 +71,7 @@ struct Producer {
       behind.next(ring.count);
     }
     ++issued;
-    barrier_wait(ring.empty(at.slot), at.parity ^ 1);  // a new barrier counts as past its odd phase
+    barrier_wait(ring.empty(at.slot), at.parity ^ 1);
     int columns = min(end - k0, SLOT_CHUNKS<V> * CHUNK);
     copy(static_cast<const V*>(weight.values) + static_cast<int64_t>(row) * K + k0, n, K, columns);
     if constexpr (sizeof(V) == 1)
@@ -114,13 +92,10 @@ struct Producer {
 #if __CUDA_ARCH__ >= 900
     unsigned full = ring.full(at.slot);
     if (elected()) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(bytes * n) : "memory");
+      barrier_expect(full, bytes * n);
       auto from = reinterpret_cast<uint64_t>(rows), stride = static_cast<uint64_t>(K) * sizeof(V);
       auto row = [&] {
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-            "l"(from), "r"(bytes), "r"(full)
-            : "memory");
+        load_bulk(to, reinterpret_cast<const void*>(from), bytes, full);
         to += ROW_PITCH;
         from += stride;
         asm volatile("" : "+l"(from));  // else each row's address is multiplied out anew

@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   extern __shared__ __align__(128) char shared[];
   const Layout<T, W, D, SHIFT> at(p);
   int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
-  Ring<W> ring{shared_address(shared + at.slots), shared_address(shared + at.barriers), p.slots};
+  Ring<W> ring{{shared_address(shared + at.barriers), p.slots}, shared_address(shared + at.slots)};
   Block<T, D> block{reinterpret_cast<Shares*>(shared + at.shares),
                     reinterpret_cast<LayerWeights<T>*>(shared + at.table),
                     reinterpret_cast<int*>(shared + at.routes),

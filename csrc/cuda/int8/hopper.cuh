@@ -67,26 +67,18 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
   using Shape = HopperShape;
   extern __shared__ char unaligned[];
   unsigned shared = (shared_address(unaligned) + 1023) & ~1023u;
-  unsigned full = shared + Shape::BARRIERS_AT, empty = full + 8 * Shape::STAGES;
+  Slots stages{shared + Shape::BARRIERS_AT, Shape::STAGES};
   // By a shuffle, so that the compiler knows it to be one number a warp, and keeps what follows from it in uniform
   // registers, where the products want their addresses.
   int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), count = tiles.m_tiles * tiles.n_tiles;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Shape::STAGES; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 4 * Shape::WARPGROUPS);
-    }
-    barriers_made();
+    stages.init(1, 4 * Shape::WARPGROUPS);
     prefetch_map(&w_map);
     prefetch_map(&x_map);
   }
   __syncthreads();
   wait_for_previous();
-  int stage = 0;
-  unsigned parity = 0;
-  auto next = [&] {
-    if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
-  };
+  Place at;
 
   if (warpgroup == Shape::WARPGROUPS) {
     registers_give<Shape::PRODUCER_REGISTERS>();
@@ -95,14 +87,14 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
       int m, n;
       tiles.at(tile, m, n);
       for (int g = 0; g < p.G; g += 2) {
-        unsigned ready = full + 8 * stage, x = shared + Shape::X_AT + stage * Shape::X_BYTES;
-        constexpr int BOX = 2 * GROUP;                // columns of bytes
-        barrier_wait(empty + 8 * stage, parity ^ 1);  // a new barrier counts as past its odd phase
+        unsigned ready = stages.full(at.slot), x = shared + Shape::X_AT + at.slot * Shape::X_BYTES;
+        constexpr int BOX = 2 * GROUP;  // columns of bytes
+        barrier_wait(stages.empty(at.slot), at.parity ^ 1);
         barrier_expect(ready, Shape::W_BYTES + Shape::X_BYTES);
-        load_box(shared + stage * Shape::W_BYTES, &w_map, g * GROUP, n * Shape::ROWS, ready);
+        load_box(shared + at.slot * Shape::W_BYTES, &w_map, g * GROUP, n * Shape::ROWS, ready);
         load_box(x, &x_map, g * BOX, m * HOPPER_TOKENS, ready);
         load_box(x + HOPPER_TOKENS * BOX, &x_map, (g + 1) * BOX, m * HOPPER_TOKENS, ready);
-        next();
+        at.next(stages.count);
       }
     }
     return;
@@ -112,7 +104,7 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
   int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   unsigned w_at = shared + warpgroup * (64 * 2 * GROUP), x_at = shared + Shape::X_AT;
   unsigned my_out = shared + Shape::OUT_AT + warpgroup * HOPPER_TOKENS * OUT_PITCH;
-  asm volatile("" : "+r"(full), "+r"(empty));  // kept, not computed anew for each group
+  asm volatile("" : "+r"(stages.barriers));  // kept, not computed anew for each group
   for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
     int m, n;
     tiles.at(tile, m, n);
@@ -136,9 +128,9 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
     read_scales(0);
 #pragma unroll 1
     for (int g = 0; g < p.G; g += 2) {  // where K ends with the first group, the second one is zeros
-      unsigned w = w_at + stage * Shape::W_BYTES, x = x_at + stage * Shape::X_BYTES, codes[2][4][4];
+      unsigned w = w_at + at.slot * Shape::W_BYTES, x = x_at + at.slot * Shape::X_BYTES, codes[2][4][4];
       float sums[2][64], now[2][2] = {{ahead[0][0], ahead[0][1]}, {ahead[1][0], ahead[1][1]}};
-      barrier_wait(full + 8 * stage, parity);
+      barrier_wait(stages.full(at.slot), at.parity);
       read_codes<T>(codes[0], w, 0, warp, lane);
       start_products<T>(sums[0], codes[0], x);
       read_codes<T>(codes[1], w, 1, warp, lane);
@@ -147,9 +139,9 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
       products_wait<1>(sums[0]);
       scale_sums(y, sums[0], now[0][0], now[1][0]);
       products_wait<0>(sums[1]);
-      if (lane == 0) barrier_arrive(empty + 8 * stage);
+      if (lane == 0) barrier_arrive(stages.empty(at.slot));
       scale_sums(y, sums[1], now[0][1], now[1][1]);
-      next();
+      at.next(stages.count);
     }
     finish(y, p, out, m, n, my_out, warpgroup, thread);
   }

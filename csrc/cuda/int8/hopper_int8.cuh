@@ -64,26 +64,18 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char unaligned[];
   unsigned shared = (shared_address(unaligned) + 1023) & ~1023u;
-  unsigned full = shared + Shape::BARRIERS_AT, empty = full + 8 * Shape::STAGES;
+  Slots stages{shared + Shape::BARRIERS_AT, Shape::STAGES};
   // By a shuffle, so that the compiler knows it to be one number a warp, and keeps what follows from it in uniform
   // registers, where the products want their addresses.
   int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), count = tiles.m_tiles * tiles.n_tiles;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Shape::STAGES; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 4 * Shape::WARPGROUPS);
-    }
-    barriers_made();
+    stages.init(1, 4 * Shape::WARPGROUPS);
     prefetch_map(&w_map);
     prefetch_map(&x_map);
   }
   __syncthreads();
   wait_for_previous();
-  int stage = 0;
-  unsigned parity = 0;
-  auto next = [&] {
-    if (++stage == Shape::STAGES) stage = 0, parity ^= 1;
-  };
+  Place at;
 
   if (warpgroup == Shape::WARPGROUPS) {
     registers_give<Shape::PRODUCER_REGISTERS>();
@@ -94,14 +86,14 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
       const float* scales = p.x_scales + static_cast<int64_t>(m) * p.G * HOPPER_TOKENS;
       for (int g = 0; g < p.G; g += 2) {
         int scale_bytes = min(2, p.G - g) * Shape::SCALE_BYTES;
-        unsigned ready = full + 8 * stage;
-        barrier_wait(empty + 8 * stage, parity ^ 1);  // a new barrier counts as past its odd phase
+        unsigned ready = stages.full(at.slot);
+        barrier_wait(stages.empty(at.slot), at.parity ^ 1);
         barrier_expect(ready, Shape::W_BYTES + Shape::X_BYTES + scale_bytes);
-        load_box(shared + stage * Shape::W_BYTES, &w_map, g * GROUP, n * Shape::ROWS, ready);
-        load_box(shared + Shape::X_AT + stage * Shape::X_BYTES, &x_map, g * GROUP, m * HOPPER_TOKENS, ready);
-        load_bulk(shared + Shape::SCALES_AT + stage * 2 * Shape::SCALE_BYTES,
+        load_box(shared + at.slot * Shape::W_BYTES, &w_map, g * GROUP, n * Shape::ROWS, ready);
+        load_box(shared + Shape::X_AT + at.slot * Shape::X_BYTES, &x_map, g * GROUP, m * HOPPER_TOKENS, ready);
+        load_bulk(shared + Shape::SCALES_AT + at.slot * 2 * Shape::SCALE_BYTES,
                   scales + static_cast<int64_t>(g) * HOPPER_TOKENS, scale_bytes, ready);
-        next();
+        at.next(stages.count);
       }
     }
     return;
@@ -112,7 +104,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
   unsigned w_at = shared + warpgroup * (Shape::HALVES * 64 * 2 * GROUP), x_at = shared + Shape::X_AT;
   unsigned scales_at = shared + Shape::SCALES_AT + (lane & 3) * 16;
   unsigned my_out = shared + Shape::OUT_AT + warpgroup * HOPPER_TOKENS * OUT_PITCH;
-  asm volatile("" : "+r"(scales_at), "+r"(full), "+r"(empty));  // kept, not computed anew for each group
+  asm volatile("" : "+r"(scales_at), "+r"(stages.barriers));  // kept, not computed anew for each group
   for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
     int m, n;
     tiles.at(tile, m, n);
@@ -143,7 +135,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     read_scales(0);
 #pragma unroll 1
     for (int g = 0; g < p.G; g += 2) {
-      barrier_wait(full + 8 * stage, parity);
+      barrier_wait(stages.full(at.slot), at.parity);
       float now[Shape::HALVES][2][2];
 #pragma unroll
       for (int h = 0; h < Shape::HALVES; ++h)
@@ -154,18 +146,18 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
         if (g + i == p.G) break;
 #pragma unroll
         for (int h = 0; h < Shape::HALVES; ++h) {
-          unsigned w = w_at + stage * Shape::W_BYTES + h * (64 * 2 * GROUP), x = x_at + stage * Shape::X_BYTES;
+          unsigned w = w_at + at.slot * Shape::W_BYTES + h * (64 * 2 * GROUP), x = x_at + at.slot * Shape::X_BYTES;
           float a = now[h][0][i], b = now[h][1][i];
           auto meanwhile = [&] {
             if (i == 0 && h == 0) read_scales(g + 2);
           };
-          add_products(y[h], w + i * GROUP, x + i * GROUP, scales_at + (2 * stage + i) * Shape::SCALE_BYTES, a, b,
+          add_products(y[h], w + i * GROUP, x + i * GROUP, scales_at + (2 * at.slot + i) * Shape::SCALE_BYTES, a, b,
                        meanwhile);
         }
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(empty + 8 * stage);
-      next();
+      if (lane == 0) barrier_arrive(stages.empty(at.slot));
+      at.next(stages.count);
     }
 #pragma unroll
     for (int h = 0; h < Shape::HALVES; ++h) finish(y[h], p, out, m, n + h * 64, my_out, warpgroup, thread);

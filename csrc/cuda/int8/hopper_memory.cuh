@@ -4,6 +4,7 @@
 
 #include <cudaTypedefs.h>
 
+#include "../slots.cuh"
 #include "codes.cuh"
 #include "hopper_ptx.cuh"
 
