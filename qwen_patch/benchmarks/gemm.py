@@ -183,10 +183,8 @@ def run(
         },
     }
     baseline = None if baseline_from is None else Baseline(baseline_from, document)
-    if device.type == "cuda":
-        torch.cuda.set_device(
-            device if device.index is not None else torch.cuda.current_device()
-        )  # whose streams the graphs are captured on
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # whose streams the graphs are captured on
     rows: list[dict[str, Any]] = []
     kept: dict[str, torch.Tensor] = {}
 

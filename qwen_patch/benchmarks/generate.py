@@ -124,12 +124,12 @@ def measure(
         activate(model, variant)
         samples[variant].cold_s, found = _timed(lambda v=variant: generate(model, v, ids, new_tokens), device)
         samples[variant].bytes_a_token = bytes_a_token(model, len(ids), ids.shape[1] + new_tokens // 2)
-        again = functools.partial(activate, model, variant)
         if variant in INT8:
             bar = BARS["w8a8" if variant == "int8-w8a8" else "w8a16"].kl if trained else BAR_OF_RANDOM_WEIGHTS
             tokens = functools.partial(generate, model, variant, ids, new_tokens)
             agreements[variant] = compare_int8(model, ids, expected, found, bar, tokens, VARIANTS[variant])
         else:
+            again = functools.partial(activate, model, variant)
             agreements[variant] = compare_tokens(model, ids, expected, found, again)
         step()
     for i in range(rounds):

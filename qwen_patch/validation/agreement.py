@@ -37,9 +37,9 @@ class Agreement:
     much the stock model in float32 prefers the stock run's token to the other, in logits, and `error` the largest
     difference between its logits and those of the stock model in its own dtype, for the same text: what rounding does
     to a logit. (Of an int8 model, the stock model is the reference's expressions over its int8 linears.) In float32
-    itself it is the difference between the two models. At least it is the dtype's step at that
-    logit: `generate` computes with a cache, whose last bits are not a full forward's, so a stock model too may part
-    from itself there. A margin inside twice the error (each logit may move by one) is a tie.
+    itself it is the difference between the two models. At least it is the dtype's step at that logit: `generate`
+    computes with a cache, whose last bits are not a full forward's, so a stock model too may part from itself there. A
+    margin inside twice the error (each logit may move by one) is a tie.
     """
 
     tokens: int
@@ -79,7 +79,8 @@ def _judge(
     found: torch.Tensor,
     logits_of: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> Agreement:
-    """logits_of(text [1, N]): [V] after it, in float32, and the two whose difference is what rounding does."""
+    """logits_of(text [1, N]): three times [V] after it, the judge's, and the two whose difference is what rounding
+    does, the stock model's last."""
     where = first_difference(expected, found)
     if where is None:
         return Agreement(expected.numel())
@@ -111,12 +112,15 @@ def compare_tokens(
     """
 
     def logits_of(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        patched = model(text).logits[0, -1]
+        patched = model(text).logits[0, -1] if model.dtype == torch.float32 else None
         unpatch_model(model)
         stock = model(text).logits[0, -1]
-        truth = stock if model.dtype == torch.float32 else _in_float32(model, text)
+        if patched is not None:
+            truth, other = stock, patched
+        else:
+            truth = other = _in_float32(model, text)
         reactivate()
-        return truth, patched if model.dtype == torch.float32 else truth, stock
+        return truth, other, stock
 
     return _judge(ids, expected, found, logits_of)
 
