@@ -54,7 +54,7 @@ def step_of(session: Session, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "length"), BATCHES)
 def test_step_against_the_stock_forward(shape, dtype, rows, length):
-    """As test_decode_kernel.py judges CUDA's: the error against the same model in a wider dtype exceeds the stock
+    """As test_decode_step_cuda.py judges CUDA's: the error against the same model in a wider dtype exceeds the stock
     model's own by at most a tenth, over a few inputs: a single one's ratio varies by as much."""
     model, truth = model_and_truth(shape, dtype)
     decoded = Session(model, rows, 1024, LogitsProcessorList(), False)
