@@ -40,7 +40,7 @@ def test_how_the_weights_are_held(monkeypatch):
     assert weights_of(small_model("qwen3"), 1) == AS_EMBEDDING
     assert weights_of(int8_model(), 1) == W8A16
     assert weights_of(int8_model(activations="w8a8", head=True), 1) == W8A8
-    monkeypatch.setitem(qwen_patch.modules.linear.W8A8_FROM_ROWS, "cpu", 2)
+    monkeypatch.setitem(qwen_patch.modules.linear.W8A8_FROM_ROWS, ("int8_linear", "cpu"), 2)
     assert [weights_of(int8_model(activations="auto"), rows) for rows in (1, 2)] == [W8A16, W8A8]
 
 

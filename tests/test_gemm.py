@@ -37,8 +37,9 @@ def rows_of(path) -> dict[tuple[str, str, int], dict]:
 
 
 def replace_int8_linear(monkeypatch, change) -> None:
-    original = OPS["int8_linear"].no_grad
-    monkeypatch.setitem(OPS, "int8_linear", SimpleNamespace(no_grad=lambda *args: change(original(*args))))
+    original = OPS["int8_linear"]
+    changed = SimpleNamespace(no_grad=lambda *args: change(original.no_grad(*args)), has_kernel=original.has_kernel)
+    monkeypatch.setitem(OPS, "int8_linear", changed)
 
 
 def test_every_linear_is_right_and_timed(tmp_path):
@@ -62,7 +63,7 @@ def test_every_linear_is_right_and_timed(tmp_path):
         assert row["vs_torch_bf16"] == pytest.approx(rows["bf16", "torch linear", key[2]]["us"] / row["us"])
     assert rows["w8a8", "int8_linear", 17]["bytes"] == 40 * 72 + 40 * 2 * 4 + 17 * 72 * 2 + 17 * 40 * 2
     assert rows["fp32", "torch linear", 1]["bytes"] == (40 * 72 + 72 + 40) * 4
-    assert (tmp_path / "out.md").read_text().count("| 17 | 40 | 72 |") == 7
+    assert (tmp_path / "out.md").read_text().count("| 17 | 40 | 72 |") == 8
 
 
 def test_on_every_device(tmp_path, device):
@@ -124,7 +125,7 @@ def test_an_op_that_raises_is_wrong(tmp_path, monkeypatch):
     def broken(*args):
         raise RuntimeError("no such tile\nand more")
 
-    monkeypatch.setitem(OPS, "int8_linear", SimpleNamespace(no_grad=broken))
+    monkeypatch.setitem(OPS, "int8_linear", SimpleNamespace(no_grad=broken, has_kernel=lambda device: True))
     result = run("--output", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "w8a8 int8_linear: fails: no such tile" in result.output
@@ -254,7 +255,7 @@ def test_the_sets_have_the_official_sizes():
     }
     small = {layer.names: layer for layer in gemm.layers_of("Qwen3-0.6B", None, None, None)}
     assert (small["q"].N, small["q"].K, small["o"].N, small["o"].K) == (2048, 1024, 1024, 2048)
-    assert small["q"].tokens == (1, 8, 16, 128, 1734)
+    assert small["q"].tokens == (1, 8, 16, 128, 512, 1734, 2048)
     assert small["lm_head"].tokens == (1, 8, 16, 128)  # a prompt asks for its last position
     assert gemm.layers_of("Qwen2.5-7B", [5, 5], None, None)[-1] == ("lm_head", 152064, 3584, (5,))
     assert gemm.layers_of(None, None, None, None) == [("", 4096, 4096, (1472,))]

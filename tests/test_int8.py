@@ -96,20 +96,40 @@ def test_no_stock_linear_takes_the_state():
         linear.load_state_dict(int8.state_dict(), strict=False)
 
 
+class FakeOp:
+    def __init__(self, name, call):
+        self.name, self.call, self.kernels = name, call, False
+
+    def __call__(self, *args):
+        return self.call(*args)
+
+    def has_kernel(self, device):
+        return self.kernels
+
+
 def test_activations_choose_the_path(monkeypatch):
     _, int8 = made()
     seen = []
-    monkeypatch.setattr(linear_module, "OP", lambda *args: seen.append(args[-1]))
+    monkeypatch.setattr(linear_module, "GROUPED", FakeOp("int8_linear", lambda *args: seen.append(args[-1])))
+    monkeypatch.setattr(linear_module, "ROTATED", FakeOp("rotated", lambda *args: seen.append("rotated")))
     x = torch.randn(4, 72).bfloat16()
     for mode in linear_module.ACTIVATIONS:
         int8.activations = mode
         int8(x)
     assert seen == [False, False, True]
-    monkeypatch.setitem(linear_module.W8A8_FROM_ROWS, "cpu", 4)
+    monkeypatch.setitem(linear_module.W8A8_FROM_ROWS, ("int8_linear", "cpu"), 4)
     int8.activations = "auto"
     int8(x)
     int8(x[:3])
     assert seen[3:] == [True, False]
+    # One scale a row where there is a kernel for that, but not for a few tokens.
+    monkeypatch.setattr(linear_module.ROTATED, "kernels", True)
+    monkeypatch.setitem(linear_module.W8A8_FROM_ROWS, ("rotated", "cpu"), 20)
+    seen.clear()
+    for mode, rows in (("auto", 4), ("auto", 19), ("auto", 20), ("w8a8", 16), ("w8a8", 17), ("w8a16", 40)):
+        int8.activations = mode
+        int8(torch.randn(rows, 72).bfloat16())
+    assert seen == [True, False, "rotated", True, "rotated", False]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2_5_vl"])

@@ -16,9 +16,8 @@ inline void check_bias(const char* op, const Tensor& x, const Tensor& weight, co
                   describe(x), " and a weight ", describe(weight));
 }
 
-inline void check_int8_linear(const Tensor& x, const Tensor& values, const Tensor& scales,
+inline void check_int8_linear(const char* op, const Tensor& x, const Tensor& values, const Tensor& scales,
                               const std::optional<Tensor>& bias) {
-  const char* op = "int8_linear";
   check_dtype(op, x);
   STD_TORCH_CHECK(values.scalar_type() == ScalarType::Char && scales.scalar_type() == ScalarType::Float, op,
                   ": expects values int8 and scales float32, got ", describe(values), " and ", describe(scales));

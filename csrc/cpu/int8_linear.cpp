@@ -8,7 +8,7 @@ namespace qwen_patch::cpu {
 namespace {
 
 Tensor int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor> bias, bool quantize_activations) {
-  check_int8_linear(x, values, scales, bias);
+  check_int8_linear("int8_linear", x, values, scales, bias);
   x = as_contiguous(x);
   values = as_contiguous(values);
   scales = as_contiguous(scales);

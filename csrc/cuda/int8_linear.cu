@@ -6,19 +6,12 @@
 #include "int8/dequantize.cuh"
 #include "int8/few.cuh"
 #include "int8/hopper.cuh"
-#include "int8/hopper_int8.cuh"
 #include "int8/tiles.cuh"
 
 namespace qwen_patch::cuda {
 namespace {
 
 using namespace int8;
-
-// As the kernels need it: contiguous, on 16 bytes.
-Tensor packed(const Tensor& t) {
-  Tensor whole = as_contiguous(t);
-  return aligned16(whole.data_ptr()) ? whole : torch::stable::clone(whole);
-}
 
 // Both in float32, which the tensor cores of these kernels do not multiply: the reference's own expression.
 Tensor in_float32(const Tensor& x, const Tensor& values, const Tensor& scales, const std::optional<Tensor>& bias) {
@@ -72,12 +65,10 @@ bool run_few_in_16_bits(const Problem<T>& p, T* out, cudaStream_t stream) {
 
 template <typename X, typename T>
 void run_many(const Problem<X>& p, T* out, cudaStream_t stream) {
-  if (device_traits().major != 9 || p.K % 16 != 0)
-    launch_tiles<T, X>(p, out, stream);
-  else if constexpr (sizeof(X) == 1)
-    launch_hopper_int8<T>(p, out, stream);
-  else
-    launch_hopper(p, out, stream);
+  bool hopper = device_traits().major == 9 && p.K % 16 == 0;
+  if constexpr (sizeof(X) == 2)
+    if (hopper) return launch_hopper(p, out, stream);
+  launch_tiles<T, X>(p, out, stream);
 }
 
 template <typename T>
@@ -93,7 +84,7 @@ void run_quantized(const Problem<T>& p, const Tensor& x, T* out, cudaStream_t st
 }
 
 Tensor int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor> bias, bool quantize_activations) {
-  check_int8_linear(x, values, scales, bias);
+  check_int8_linear(OP, x, values, scales, bias);
   DeviceGuard guard(x);
   x = packed(x);
   values = packed(values);

@@ -19,7 +19,7 @@ from .gemm_outputs import Baseline, name, save
 from .ops import MODELS
 
 VOCABULARY = {"Qwen2.5-0.5B": 151936, "Qwen2.5-7B": 152064, "Qwen3-0.6B": 151936, "Qwen3-8B": 151936}
-TOKENS = (1, 8, 16, 128, 1734)
+TOKENS = (1, 8, 16, 128, 512, 1734, 2048)
 HEAD_TOKENS = 128  # generate asks the head for each sequence's last position only: a batch, never a prompt
 SQUARE = "1472x4096x4096"
 SETS = (SQUARE, *MODELS)

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from ..ops import OPS
 from ..ops.small_linear import MAX_TOKENS
 from ..quantization.format import dequantize, quantize, quantize_rows
+from ..quantization.rotation import quantize_rotated, rotate
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "w8a16": torch.bfloat16, "w8a8": torch.bfloat16}  # of x
 BASELINE = ("bf16", "torch linear")  # what ratios are to
@@ -88,11 +89,6 @@ def _torchao_weight(weight: torch.Tensor, kind: str) -> Any:
         return f"fails: {type(error).__name__} {error}".splitlines()[0]
 
 
-def _has_kernel(op: str, device: torch.device) -> bool:
-    key = {"cpu": "CPU", "cuda": "CUDA"}[device.type]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"qwen_patch::{op}.no_grad", key)
-
-
 def candidates(x: torch.Tensor, weights: Weights) -> Iterator[Candidate]:
     """All linears of the wanted types, and torch's in bf16 in any case. x float32 [M, K]."""
     x16 = x.bfloat16()
@@ -104,6 +100,7 @@ def candidates(x: torch.Tensor, weights: Weights) -> Iterator[Candidate]:
         yield _torchao(x16, weights, "w8a16")
     if "w8a8" in weights.types:
         yield _int8(x16, weights, "w8a8")
+        yield _rotated(x16, weights)
         yield _int_mm(x16, weights)
         yield _torchao(x16, weights, "w8a8")
 
@@ -124,7 +121,7 @@ def _plain(kind: str, x: torch.Tensor, weight: torch.Tensor, ours: bool = True) 
     common = {"x": x, "weights": (weight,), "weight_bytes": weight.nbytes, "truth": truth}
     yield Candidate(kind, "torch linear", linear, **common, of_terms=_split_rounding(x))
     if ours and x.shape[0] <= MAX_TOKENS:
-        if _has_kernel("small_linear", x.device):
+        if OPS["small_linear"].has_kernel(x.device):
             small = OPS["small_linear"].no_grad
             yield Candidate(kind, "small_linear", lambda x, w: small(x, w, None), **common, ours=True)
         else:
@@ -147,7 +144,29 @@ def _int8(x: torch.Tensor, weights: Weights, kind: str) -> Candidate:
         weight_bytes=values.nbytes + scales.nbytes,
         truth=Truth(states, lambda rows: dequantize(values[rows], scales[rows], torch.float64)),
         ours=True,
-        note="" if _has_kernel("int8_linear", x.device) else f"the reference: no {x.device.type} kernel",
+        note="" if OPS["int8_linear"].has_kernel(x.device) else f"the reference: no {x.device.type} kernel",
+    )
+
+
+def _rotated(x: torch.Tensor, weights: Weights) -> Candidate:
+    op = OPS["rotated_int8_linear"]
+    if not op.has_kernel(x.device):
+        return Candidate("w8a8", op.name, note=f"no kernel for this {x.device.type}")
+
+    def restored(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        codes, of_rows = quantize_rotated(rotate(rows.float()), scales)
+        return codes.double() * of_rows.double()
+
+    values, scales = weights.int8
+    return Candidate(
+        "w8a8",
+        op.name,
+        lambda x, values, scales: op.no_grad(x, values, scales, None),
+        x=x,
+        weights=weights.int8,
+        weight_bytes=values.nbytes + scales.nbytes,
+        truth=Truth(lambda: restored(x, None), lambda rows: restored(values[rows], scales[rows])),
+        ours=True,
     )
 
 

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops import OPS
+from ..ops import OPS, Op
+from ..ops.rotated_int8_linear import LARGEST_K
 from ..quantization.format import GROUP, quantize
 
 ACTIVATIONS = ("auto", "w8a16", "w8a8")
-# With "auto", the activations are quantized too (W8A8) from this many rows on, by the type of the device. Where there
-# is no entry nothing has been measured yet, and they stay in 16 bits.
-W8A8_FROM_ROWS: dict[str, int] = {}
-OP = OPS["int8_linear"]
+GROUPED, ROTATED = OPS["int8_linear"], OPS["rotated_int8_linear"]
+# W8A8 of so many rows goes through ROTATED, where that has a kernel. It writes the weight anew at each call, where
+# GROUPED reads it once: no way for a few tokens.
+ROTATED_FROM_ROWS = 17
+# With "auto", the activations are quantized too from this many rows on, by the op that W8A8 goes through and the type
+# of the device. Where there is no entry W8A16 is the faster one, or nothing has been measured yet.
+W8A8_FROM_ROWS = {(ROTATED.name, "cuda"): 512}
 
 
 class Int8Linear(nn.Module):
@@ -66,15 +70,24 @@ class Int8Linear(nn.Module):
         return self.weight.flatten(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        op = OP.reference if self.backend == "reference" else OP
-        return op(x, self.values, self.scales, self.bias, self.quantizes(x.numel() // self.in_features, x.device))
+        tokens = x.numel() // self.in_features
+        quantized = self.quantizes(tokens, x.device)
+        op = self.w8a8_op(tokens, x.device) if quantized else GROUPED
+        how = () if op is ROTATED else (quantized,)
+        call = op.reference if self.backend == "reference" else op
+        return call(x, self.values, self.scales, self.bias, *how)
 
     def quantizes(self, tokens: int, device: torch.device) -> bool:
         """Whether the activations of so many tokens go through int8 too."""
         if self.activations != "auto":
             return self.activations == "w8a8"
-        rows = W8A8_FROM_ROWS.get(device.type)
+        rows = W8A8_FROM_ROWS.get((self.w8a8_op(tokens, device).name, device.type))
         return rows is not None and tokens >= rows
+
+    def w8a8_op(self, tokens: int, device: torch.device) -> Op:
+        """What W8A8 of so many tokens goes through: one scale a group on either side, or one a row."""
+        few = tokens < ROTATED_FROM_ROWS or self.in_features > LARGEST_K
+        return GROUPED if few or not ROTATED.has_kernel(device) else ROTATED
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves follow, casts do not: the scales are the format's, not the model's."""

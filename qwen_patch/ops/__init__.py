@@ -14,6 +14,7 @@ from .decode_step import decode_step  # noqa: E402
 from .int8_linear import int8_linear  # noqa: E402
 from .rms_norm import rms_norm  # noqa: E402
 from .rope_kv_write import rope_kv_write  # noqa: E402
+from .rotated_int8_linear import rotated_int8_linear  # noqa: E402
 from .silu_and_mul import silu_and_mul  # noqa: E402
 from .silu_mul import silu_mul  # noqa: E402
 from .small_linear import small_linear  # noqa: E402
@@ -51,6 +52,7 @@ __all__ = [
     "int8_linear",
     "rms_norm",
     "rope_kv_write",
+    "rotated_int8_linear",
     "silu_and_mul",
     "silu_mul",
     "small_linear",

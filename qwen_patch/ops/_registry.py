@@ -50,6 +50,7 @@ class Op:
     max_ulp: int = 0  # the largest difference from the reference that the contract allows, in units in the last place
     of_row: bool = False  # ... of the row's largest element, where the result is a sum that may cancel
     tipped: float = 1e-3  # the share of 16-bit results that another order of summing may round to their neighbour
+    cuda_major: int | None = None  # the one compute capability that its CUDA kernel is for; others run the reference
 
     @property
     def differentiable(self) -> Any:
@@ -59,11 +60,22 @@ class Op:
     def no_grad(self) -> Any:
         return getattr(torch.ops.qwen_patch, self.name).no_grad
 
+    def has_kernel(self, device: torch.device) -> bool:
+        """Whether a native kernel is registered for `device`, and is one for this card."""
+        key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
+        if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"qwen_patch::{self.name}.no_grad", key):
+            return False
+        if device.type == "cpu" or self.cuda_major is None:
+            return True
+        return torch.cuda.get_device_capability(device)[0] == self.cuda_major
+
     def __call__(self, *args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         library = LIBRARIES.get(tensors[0].device.type)
         if library is not None and library.loaded and (problem := library.problem(tensors[0].device)):
             library.warn_once(problem, tensors[0].device)
+            return self.reference(*args)
+        if self.cuda_major is not None and not self.has_kernel(tensors[0].device):
             return self.reference(*args)
         wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if wants_grad and self.mutates:

@@ -7,6 +7,12 @@ namespace qwen_patch::cuda::int8 {
 
 constexpr const char* OP = "int8_linear";
 
+// As the kernels need it: contiguous, on 16 bytes.
+inline Tensor packed(const Tensor& t) {
+  Tensor whole = as_contiguous(t);
+  return aligned16(whole.data_ptr()) ? whole : torch::stable::clone(whole);
+}
+
 // A call, x in T or quantized. Everything contiguous and on 16 bytes.
 template <typename X>
 struct Problem {

@@ -11,16 +11,17 @@
 namespace qwen_patch::cuda::int8 {
 
 constexpr int HOPPER_TOKENS = 128;  // of a tile
-constexpr int BAND = 16;            // tiles of tokens that share the weights' way through L2
 
 // Where a tile lies. Tokens go first, within bands: the blocks that run together share weights, and a band's tokens
 // stay in L2.
 struct HopperTiles {
   int m_tiles, n_tiles;
+  int band = 16;  // tiles of tokens that share the weights' way through L2
+  __host__ __device__ __forceinline__ int count() const { return m_tiles * n_tiles; }
   __device__ __forceinline__ void at(int tile, int& m, int& n) const {
-    int band = tile / (BAND * n_tiles), in_band = min(BAND, m_tiles - band * BAND), rest = tile - band * BAND * n_tiles;
+    int first = tile / (band * n_tiles) * band, in_band = min(band, m_tiles - first), rest = tile - first * n_tiles;
     n = rest / in_band;
-    m = band * BAND + rest - n * in_band;
+    m = first + rest - n * in_band;
   }
 };
 

@@ -1,0 +1,88 @@
+"""rotated_int8_linear: W8A8 for many tokens, with one scale a token and one a row of the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..quantization.format import GROUP, groups, quantize
+from ..quantization.rotation import NORM, quantize_rotated, rotate
+from ._registry import Cost, Op, register
+from .int8_linear import samples as grouped_samples
+
+LARGEST_K = 1 << 15  # of the CUDA kernel
+
+
+def reference(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """round(x' @ W'.T + bias), both rotated and then quantized row by row, everything before that rounding in float32.
+
+    The gradient of x passes straight through its quantizing (Bengio et al. 2013, arXiv:1308.3432).
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    states = _restored(rotate(x.detach().float()), None, compute)
+    if x.requires_grad:
+        rotated = rotate(x.to(compute)).flatten(-2) / NORM
+        states = states + (rotated - rotated.detach())
+    weight = _restored(rotate(values.float()), scales.detach(), compute)
+    return torch.nn.functional.linear(states, weight, None if bias is None else bias.to(compute)).to(x.dtype)
+
+
+def _restored(rotated: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    values, of_rows = quantize_rotated(rotated, scales)
+    return values * of_rows.to(dtype)
+
+
+def fake(x, values, scales, bias) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
+    """int8_linear's; and tokens, rows and groups beyond one tile, with outliers."""
+    for *args, quantized in grouped_samples(device, dtype):
+        if not quantized:
+            yield tuple(args)
+    x, weight = torch.randn(300, 328, device=device, dtype=dtype), torch.randn(520, 328, device=device)
+    x[:, 7] *= 8
+    yield x, *quantize(weight), torch.randn(520, device=device)
+
+
+def cost(x, values, scales, bias) -> Cost:
+    (N, K), tokens = values.shape, x.numel() // x.shape[-1]
+    again = 2 * (N + tokens) * groups(K) * GROUP  # both sides' codes, written and read
+    moved = values.numel() + 4 * scales.numel() + (x.numel() + tokens * N) * x.element_size() + again
+    return Cost(bytes=moved + (0 if bias is None else bias.numel() * bias.element_size()), flops=2 * tokens * N * K)
+
+
+OP = register(
+    Op(
+        name="rotated_int8_linear",
+        schema="(Tensor x, Tensor values, Tensor scales, Tensor? bias) -> Tensor",
+        reference=reference,
+        fake=fake,
+        samples=samples,
+        cost=cost,
+        max_ulp=1,  # as int8_linear
+        of_row=True,
+        tipped=1e-2,
+        cuda_major=9,
+    )
+)
+
+
+def rotated_int8_linear(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A linear over `quantization.quantize`'s weight, W8A8, for prompts: x [..., K] -> [..., N], in x's dtype.
+
+    Both sides are rotated and quantized again row by row (`quantization.rotation`), so that all K products are one
+    exact integer sum and nothing is scaled within it. y = that sum times the token's and the row's scale, plus the bias
+    (of x's dtype or float32) in float32, rounded once: before that within K * 2^-24 * (sum of |terms|) of the exact sum
+    over the same int8 values. A NaN or an infinity in x makes every result of its token NaN.
+
+    x float32, bfloat16 or float16, any strides; values int8 [N, K], scales float32 [N, ceil(K / 64)]; one device. On
+    CUDA a kernel for compute capability 9.0 and K up to 32,768, else the reference. A new contiguous tensor; while it
+    runs (M + N) * K bytes more. Differentiable in x and bias, straight through the rounding of x. Raises RuntimeError
+    on other input.
+    """
+    return OP(x, values, scales, bias)
