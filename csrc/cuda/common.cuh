@@ -82,22 +82,31 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// `shared`: bytes of dynamic shared memory.
+// `shared`: bytes of dynamic shared memory. `cluster`: blocks that are on the device together, and reach each other's
+// shared memory (sm_90); 1: each is by itself.
 template <typename... Params, typename... Args>
-void launch_with_shared(const char* op, void (*kernel)(Params...), dim3 grid, int block, int shared,
-                        cudaStream_t stream, Args... args) {
+void launch_clusters(const char* op, void (*kernel)(Params...), int cluster, dim3 grid, int block, int shared,
+                     cudaStream_t stream, Args... args) {
   if (shared > 0) check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(block));
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = device_traits().major >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = device_traits().major < 9 ? 0 : cluster == 1 ? 1 : 2;
   check(op, cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
+}
+template <typename... Params, typename... Args>
+void launch_with_shared(const char* op, void (*kernel)(Params...), dim3 grid, int block, int shared,
+                        cudaStream_t stream, Args... args) {
+  launch_clusters(op, kernel, 1, grid, block, shared, stream, args...);
 }
 
 template <typename... Params, typename... Args>

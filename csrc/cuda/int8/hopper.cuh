@@ -4,23 +4,33 @@
 // Mapping: a block walks over tiles of 128 weight rows x 128 tokens. One thread brings stages of two groups by TMA, as
 // far ahead as shared memory has room, across tiles. Two warpgroups take 64 rows each. The weights are the 64-row side:
 // a thread then has two rows' scales, from memory. A stage's two groups have sums of their own: one's products run
-// while the other's codes are read and its sums scaled. The results are turned round on the way out. Limits: K a
-// multiple of 16.
+// while the other's codes are read and its sums scaled. The results are turned round on the way out. Where tiles are
+// at most half as many as multiprocessors, the blocks of a cluster share one: each has some of its groups, and then
+// some of its tokens, whose sums it adds up from all; 1.2 to 2.9 times faster for 17 to 256 tokens on an H200.
+// Limits: K a multiple of 16.
 #pragma once
+
+#include <algorithm>
 
 #include "hopper_memory.cuh"
 
 namespace qwen_patch::cuda::int8 {
 
 struct HopperShape {
-  static constexpr int WARPGROUPS = 2, STAGES = 3, ROWS = WARPGROUPS * 64, THREADS = 128 * (WARPGROUPS + 1);
-  static constexpr int W_BYTES = ROWS * 2 * GROUP, X_BYTES = HOPPER_TOKENS * 2 * GROUP * 2;
+  static constexpr int WARPGROUPS = 2, STAGES = 3, ROWS = WARPGROUPS * 64, TOKENS = 128;
+  static constexpr int THREADS = 128 * (WARPGROUPS + 1);
+  static constexpr int W_BYTES = ROWS * 2 * GROUP, X_BYTES = TOKENS * 2 * GROUP * 2;
+  static constexpr int OUT_PITCH = 64 * 2 + 16;  // bytes of a token's 64 results, rows in different banks
   // Shared memory, from an address on 1,024 bytes.
   static constexpr int X_AT = STAGES * W_BYTES, OUT_AT = X_AT + STAGES * X_BYTES;
-  static constexpr int BARRIERS_AT = OUT_AT + WARPGROUPS * HOPPER_TOKENS * OUT_PITCH;
+  static constexpr int BARRIERS_AT = OUT_AT + WARPGROUPS * TOKENS * OUT_PITCH;
   static constexpr int SHARED = 1024 + BARRIERS_AT + 16 * STAGES;
   static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
   static_assert(SHARED <= 227 << 10);
+  // The sums of a block that shares its tile, [64][thread], where the stages have been.
+  static constexpr int SUM_PITCH = 128 * WARPGROUPS * 4;
+  static_assert(64 * SUM_PITCH <= OUT_AT);
+  static constexpr int PIECES = TOKENS / 16;  // of the results: no more blocks than that share a tile
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -57,12 +67,41 @@ __device__ __forceinline__ void scale_sums(float (&y)[64], const float (&sums)[6
 #pragma unroll
   for (int i = 0; i < 64; ++i) y[i] += sums[i] * (i & 2 ? b : a);
 }
+
+// Adds the bias to a warpgroup's sums, 64 rows by the tokens of pieces [first, first + count) of 16, rounds, and writes
+// them. piece(j, v): this thread's eight sums of piece j.
+template <typename T, typename F>
+__device__ __forceinline__ void finish(const Problem<T>& p, T* out, int m, int n, unsigned shared, int warpgroup,
+                                       int thread, int first, int count, F&& piece) {
+  constexpr int PITCH = HopperShape::OUT_PITCH;
+  int warp = thread >> 5, lane = thread & 31, row = n + warp * 16 + (lane >> 2);
+  float a = row < p.N ? bias_at<T>(p, row) : 0.f, b = row + 8 < p.N ? bias_at<T>(p, row + 8) : 0.f;
+  named_sync(1 + warpgroup, 128);  // the results before these have been read
+  unsigned to = shared + ((lane >> 4) * 8 + (lane & 7)) * PITCH + warp * 32 + (lane >> 3 & 1) * 16;
+#pragma unroll
+  for (int j = first; j < first + count; ++j) {
+    float v[8];
+    piece(j, v);
+    store_transposed(to + j * 16 * PITCH, pack2<T>(v[0] + a, v[1] + a), pack2<T>(v[2] + b, v[3] + b),
+                     pack2<T>(v[4] + a, v[5] + a), pack2<T>(v[6] + b, v[7] + b));
+  }
+  named_sync(1 + warpgroup, 128);
+  bool whole = p.N % 8 == 0;
+  int column = n + (thread & 7) * 8;
+#pragma unroll
+  for (int j = first; j < first + count; ++j) {
+    int token = thread / 8 + 16 * j;
+    if (m + token >= p.M || column >= p.N) break;
+    store_results(out + static_cast<int64_t>(m + token) * p.N + column,
+                  load128(shared + token * PITCH + (thread & 7) * 16), p.N - column, whole);
+  }
+}
 #endif
 
 template <typename T>
 __global__ void __launch_bounds__(HopperShape::THREADS, 1)
     hopper_tokens(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, Problem<T> p,
-                  T* out, HopperTiles tiles) {
+                  T* out, HopperTiles tiles, int splits) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = HopperShape;
   extern __shared__ char unaligned[];
@@ -70,7 +109,9 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
   Slots stages{shared + Shape::BARRIERS_AT, Shape::STAGES};
   // By a shuffle, so that the compiler knows it to be one number a warp, and keeps what follows from it in uniform
   // registers, where the products want their addresses.
-  int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), count = tiles.m_tiles * tiles.n_tiles;
+  int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  int rank = blockIdx.x % splits, groups = (p.G + 2 * splits - 1) / (2 * splits) * 2;
+  int first_group = rank * groups, end_group = min(p.G, first_group + groups);
   if (threadIdx.x == 0) {
     stages.init(1, 4 * Shape::WARPGROUPS);
     prefetch_map(&w_map);
@@ -83,17 +124,17 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
   if (warpgroup == Shape::WARPGROUPS) {
     registers_give<Shape::PRODUCER_REGISTERS>();
     if (threadIdx.x != 128 * Shape::WARPGROUPS) return;
-    for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
+    for (int tile = blockIdx.x / splits; tile < tiles.count(); tile += gridDim.x / splits) {
       int m, n;
       tiles.at(tile, m, n);
-      for (int g = 0; g < p.G; g += 2) {
+      for (int g = first_group; g < end_group; g += 2) {
         unsigned ready = stages.full(at.slot), x = shared + Shape::X_AT + at.slot * Shape::X_BYTES;
         constexpr int BOX = 2 * GROUP;  // columns of bytes
         barrier_wait(stages.empty(at.slot), at.parity ^ 1);
         barrier_expect(ready, Shape::W_BYTES + Shape::X_BYTES);
         load_box(shared + at.slot * Shape::W_BYTES, &w_map, g * GROUP, n * Shape::ROWS, ready);
-        load_box(x, &x_map, g * BOX, m * HOPPER_TOKENS, ready);
-        load_box(x + HOPPER_TOKENS * BOX, &x_map, (g + 1) * BOX, m * HOPPER_TOKENS, ready);
+        load_box(x, &x_map, g * BOX, m * Shape::TOKENS, ready);
+        load_box(x + Shape::TOKENS * BOX, &x_map, (g + 1) * BOX, m * Shape::TOKENS, ready);
         at.next(stages.count);
       }
     }
@@ -103,12 +144,12 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
   registers_take<Shape::CONSUMER_REGISTERS>();
   int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   unsigned w_at = shared + warpgroup * (64 * 2 * GROUP), x_at = shared + Shape::X_AT;
-  unsigned my_out = shared + Shape::OUT_AT + warpgroup * HOPPER_TOKENS * OUT_PITCH;
+  unsigned my_out = shared + Shape::OUT_AT + warpgroup * Shape::TOKENS * Shape::OUT_PITCH;
   asm volatile("" : "+r"(stages.barriers));  // kept, not computed anew for each group
-  for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
+  for (int tile = blockIdx.x / splits; tile < tiles.count(); tile += gridDim.x / splits) {
     int m, n;
     tiles.at(tile, m, n);
-    m *= HOPPER_TOKENS;
+    m *= Shape::TOKENS;
     n = n * Shape::ROWS + warpgroup * 64;
     float y[64] = {};
     const float* row_scales[2];
@@ -125,16 +166,16 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
       int row = min(n + warp * 16 + (lane >> 2) + 8 * r, p.N - 1);
       row_scales[r] = p.scales + static_cast<int64_t>(row) * p.G;
     }
-    read_scales(0);
+    read_scales(first_group);
 #pragma unroll 1
-    for (int g = 0; g < p.G; g += 2) {  // where K ends with the first group, the second one is zeros
+    for (int g = first_group; g < end_group; g += 2) {  // where K ends with the first group, the second one is zeros
       unsigned w = w_at + at.slot * Shape::W_BYTES, x = x_at + at.slot * Shape::X_BYTES, codes[2][4][4];
       float sums[2][64], now[2][2] = {{ahead[0][0], ahead[0][1]}, {ahead[1][0], ahead[1][1]}};
       barrier_wait(stages.full(at.slot), at.parity);
       read_codes<T>(codes[0], w, 0, warp, lane);
       start_products<T>(sums[0], codes[0], x);
       read_codes<T>(codes[1], w, 1, warp, lane);
-      start_products<T>(sums[1], codes[1], x + HOPPER_TOKENS * 2 * GROUP);
+      start_products<T>(sums[1], codes[1], x + Shape::TOKENS * 2 * GROUP);
       read_scales(g + 2);
       products_wait<1>(sums[0]);
       scale_sums(y, sums[0], now[0][0], now[1][0]);
@@ -143,7 +184,29 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
       scale_sums(y, sums[1], now[0][1], now[1][1]);
       at.next(stages.count);
     }
-    finish(y, p, out, m, n, my_out, warpgroup, thread);
+    if (splits == 1) {
+      finish(p, out, m, n, my_out, warpgroup, thread, 0, Shape::PIECES, [&](int j, float (&v)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = y[8 * j + i];
+      });
+      continue;
+    }
+    // The cluster's only tile: nothing of a stage is on its way any more.
+    unsigned my_sums = shared + threadIdx.x * 4;
+    named_sync(1 + Shape::WARPGROUPS, 128 * Shape::WARPGROUPS);  // nor being read
+#pragma unroll
+    for (int i = 0; i < 64; ++i) store32(my_sums + i * Shape::SUM_PITCH, __float_as_uint(y[i]));
+    cluster_sync();
+    int pieces = Shape::PIECES / splits;
+    finish(p, out, m, n, my_out, warpgroup, thread, rank * pieces, pieces, [&](int j, float (&v)[8]) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = 0.f;
+#pragma unroll 1
+      for (int r = 0; r < splits; ++r)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] += load_of_block(my_sums + (8 * j + i) * Shape::SUM_PITCH, r);
+    });
+    cluster_sync();  // the others may still read this block's
   }
 #endif
 }
@@ -151,11 +214,13 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
 template <typename T>
 void launch_hopper(const Problem<T>& p, T* out, cudaStream_t stream) {
   using Shape = HopperShape;
-  HopperTiles tiles{(p.M + HOPPER_TOKENS - 1) / HOPPER_TOKENS, (p.N + Shape::ROWS - 1) / Shape::ROWS};
-  int blocks = device_traits().multiprocessors, count = tiles.m_tiles * tiles.n_tiles;
-  launch_with_shared(OP, hopper_tokens<T>, dim3(static_cast<unsigned>(count < blocks ? count : blocks)), Shape::THREADS,
-                     Shape::SHARED, stream, map_of_rows(p.values, p.N, p.K, p.K, Shape::ROWS),
-                     map_of_rows(p.x, p.M, p.pitch * 2, p.pitch * 2, HOPPER_TOKENS), p, out, tiles);
+  HopperTiles tiles{(p.M + Shape::TOKENS - 1) / Shape::TOKENS, (p.N + Shape::ROWS - 1) / Shape::ROWS};
+  int blocks = device_traits().multiprocessors, count = tiles.count(), splits = 1;
+  // Two stages a block, at least on average.
+  while (splits < Shape::PIECES && 2 * splits * count <= blocks && 8 * splits <= p.G) splits *= 2;
+  launch_clusters(OP, hopper_tokens<T>, splits, dim3(static_cast<unsigned>(std::min(count * splits, blocks))),
+                  Shape::THREADS, Shape::SHARED, stream, map_of_rows(p.values, p.N, p.K, p.K, Shape::ROWS),
+                  map_of_rows(p.x, p.M, p.pitch * 2, p.pitch * 2, Shape::TOKENS), p, out, tiles, splits);
 }
 
 }  // namespace qwen_patch::cuda::int8

@@ -1,5 +1,5 @@
 // What both kernels for many tokens on sm_90 share: the order of their tiles, tensor maps for what their blocks read,
-// and the results, which leave turned round.
+// and how results are stored.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -9,8 +9,6 @@
 #include "hopper_ptx.cuh"
 
 namespace qwen_patch::cuda::int8 {
-
-constexpr int HOPPER_TOKENS = 128;  // of a tile
 
 // Where a tile lies. Tokens go first, within bands: the blocks that run together share weights, and a band's tokens
 // stay in L2.
@@ -55,48 +53,17 @@ inline CUtensorMap map_of_rows(const void* at, int64_t rows, int64_t columns, in
   return map;
 }
 
-constexpr int OUT_PITCH = 64 * 2 + 16;  // bytes of a token's 64 results in shared memory, rows in different banks
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Adds the bias to a warpgroup's 64 rows x 128 tokens, rounds, and writes them.
-template <typename T, typename X>
-__device__ __forceinline__ void finish(float (&y)[64], const Problem<X>& p, T* out, int m, int n, unsigned shared,
-                                       int warpgroup, int thread) {
-  int warp = thread >> 5, lane = thread & 31, row = n + warp * 16 + (lane >> 2);
-  float a = row < p.N ? bias_at<T>(p, row) : 0.f, b = row + 8 < p.N ? bias_at<T>(p, row + 8) : 0.f;
-  if constexpr (sizeof(T) == 4) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      int token = m + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), r = row + (i & 2) * 4;
-      if (token < p.M && r < p.N) out[static_cast<int64_t>(token) * p.N + r] = y[i] + (i & 2 ? b : a);
-    }
+// Eight results of a token; `left`: how many there are before its row ends. `whole`: all eight, on 16 bytes.
+template <typename T>
+__device__ __forceinline__ void store_results(T* to, uint4 v, int left, bool whole) {
+  if (whole) {
+    *reinterpret_cast<uint4*>(to) = v;
   } else {
-    named_sync(1 + warpgroup, 128);  // the results before these have been read
-    unsigned to = shared + ((lane >> 4) * 8 + (lane & 7)) * OUT_PITCH + warp * 32 + (lane >> 3 & 1) * 16;
+    unsigned words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float* v = y + 8 * j;
-      store_transposed(to + j * 16 * OUT_PITCH, pack2<T>(v[0] + a, v[1] + a), pack2<T>(v[2] + b, v[3] + b),
-                       pack2<T>(v[4] + a, v[5] + a), pack2<T>(v[6] + b, v[7] + b));
-    }
-    named_sync(1 + warpgroup, 128);
-    bool whole = p.N % 8 == 0;
-    int first = n + (thread & 7) * 8;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      int token = thread / 8 + 16 * i;
-      if (m + token >= p.M || first >= p.N) break;
-      uint4 v = load128(shared + token * OUT_PITCH + (thread & 7) * 16);
-      T* to_row = out + static_cast<int64_t>(m + token) * p.N + first;
-      if (whole) {
-        *reinterpret_cast<uint4*>(to_row) = v;
-      } else {
-        unsigned words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (first + e < p.N) to_row[e] = value_of<T>(words[e / 2] >> (e % 2 * 16) & 0xffff);
-      }
-    }
+    for (int e = 0; e < 8; ++e)
+      if (e < left) to[e] = value_of<T>(words[e / 2] >> (e % 2 * 16) & 0xffff);
   }
 }
 #endif

@@ -20,6 +20,20 @@ __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// By all threads of all blocks of a cluster that have not ended: what they wrote to shared memory before is seen after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// From the shared memory of the cluster's block number `rank`, where `at` is in this one's.
+__device__ __forceinline__ float load_of_block(unsigned at, int rank) {
+  float v;
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
+               : "=f"(v)
+               : "r"(at), "r"(rank)
+               : "memory");
+  return v;
+}
+
 // Between this thread's own accesses to shared memory and the bulk copies that come after.
 __device__ __forceinline__ void accesses_before_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -87,15 +87,7 @@ __device__ __forceinline__ void finish_rows(const int (&sums)[Shape::TOKENS / 2]
 #pragma unroll
       for (int i = 0; i < Shape::OUT_TOKENS; i += 16) {
         if (t + i >= left) break;
-        uint4 v = load128(place + from + i * 128);
-        if (whole) {
-          *reinterpret_cast<uint4*>(to_row) = v;
-        } else {
-          unsigned words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int e = 0; e < 8; ++e)
-            if (first + e < p.N) to_row[e] = value_of<T>(words[e / 2] >> (e % 2 * 16) & 0xffff);
-        }
+        store_results(to_row, load128(place + from + i * 128), p.N - first, whole);
         to_row += static_cast<int64_t>(16) * p.N;
       }
     }
