@@ -10,6 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from qwen_patch import ops
 from qwen_patch.benchmarks.ops import FLOAT32_ULP, largest_error
+from qwen_patch.modules import Int8Linear
 
 DTYPES = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 EVERY_OP = pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
@@ -257,6 +258,16 @@ def test_compiles_without_a_graph_break(device):
     args.append(torch.randn(5, 64, device=device))
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*args), f(*args), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_int8_linear_compiles_without_a_graph_break(device, rows):
+    """Which op it calls depends on the rows and on the kernels that there are."""
+    linear = Int8Linear.from_linear(torch.nn.Linear(72, 24, device=device, dtype=torch.bfloat16), "w8a8")
+    x = torch.randn(rows, 72, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), linear(x), rtol=0, atol=0)
 
 
 @pytest.mark.cuda

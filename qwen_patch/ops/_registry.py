@@ -62,12 +62,7 @@ class Op:
 
     def has_kernel(self, device: torch.device) -> bool:
         """Whether a native kernel is registered for `device`, and is one for this card."""
-        key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
-        if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"qwen_patch::{self.name}.no_grad", key):
-            return False
-        if device.type == "cpu" or self.cuda_major is None:
-            return True
-        return torch.cuda.get_device_capability(device)[0] == self.cuda_major
+        return _has_kernel(self.name, self.cuda_major, device.type, device.index)
 
     def __call__(self, *args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -118,8 +113,22 @@ class NativeLibrary:
             )
 
 
-@functools.cache
+# Asked while a compiler traces, these two answer once and for all: it can't look into them, and they don't change.
+@torch.compiler.assume_constant_result
+def _has_kernel(name: str, cuda_major: int | None, kind: str, index: int | None) -> bool:
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(kind)
+    if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"qwen_patch::{name}.no_grad", key):
+        return False
+    return kind == "cpu" or cuda_major is None or torch.cuda.get_device_capability(index)[0] == cuda_major
+
+
+@torch.compiler.assume_constant_result
 def _cuda_problem(index: int) -> str | None:
+    return _answer_of_cuda(index)
+
+
+@functools.cache
+def _answer_of_cuda(index: int) -> str | None:
     ask = ctypes.CDLL(str(LIBRARIES["cuda"].path)).qwen_patch_cuda_problem
     ask.restype = ctypes.c_char_p
     answer = ask(index)
