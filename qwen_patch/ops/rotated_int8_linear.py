@@ -15,22 +15,21 @@ LARGEST_K = 1 << 15  # of the CUDA kernel
 
 
 def reference(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """round(x' @ W'.T + bias), both rotated and then quantized row by row, everything before that rounding in float32.
+    """round(x' @ W'.T + bias), both rotated and then quantized row by row; the sums and what follows in float64.
 
     The gradient of x passes straight through its quantizing (Bengio et al. 2013, arXiv:1308.3432).
     """
-    compute = torch.promote_types(x.dtype, torch.float32)
-    states = _restored(rotate(x.detach().float()), None, compute)
+    states = _restored(rotate(x.detach().float()))
     if x.requires_grad:
-        rotated = rotate(x.to(compute)).flatten(-2) / NORM
+        rotated = rotate(x.double()).flatten(-2) / NORM
         states = states + (rotated - rotated.detach())
-    weight = _restored(rotate(values.float()), scales.detach(), compute)
-    return torch.nn.functional.linear(states, weight, None if bias is None else bias.to(compute)).to(x.dtype)
+    weight = _restored(rotate(values.float()), scales.detach())
+    return torch.nn.functional.linear(states, weight, None if bias is None else bias.double()).to(x.dtype)
 
 
-def _restored(rotated: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _restored(rotated: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
     values, of_rows = quantize_rotated(rotated, scales)
-    return values * of_rows.to(dtype)
+    return values * of_rows.double()
 
 
 def fake(x, values, scales, bias) -> torch.Tensor:
@@ -62,8 +61,8 @@ OP = register(
         fake=fake,
         samples=samples,
         cost=cost,
-        max_ulp=1,  # as int8_linear
-        of_row=True,
+        max_ulp=1,  # a sum and its scales are rounded to float32 before the last rounding,
+        of_row=True,  # and where the bias cancels it, in units of what it was
         tipped=1e-2,
         cuda_major=9,
     )
