@@ -117,13 +117,12 @@ __device__ __forceinline__ void rotated_states(const T* x, int k, int K, float (
   }
 }
 
-// The bits of the largest |v|. A NaN or an infinity among a group's inputs leaves one in each of its results, or, where
-// infinities meet, in the first.
-__device__ __forceinline__ unsigned largest_of_8(const float* v, float scale) {
+template <int COUNT>
+__device__ __forceinline__ float largest_of(const float* v) {  // |v|, a NaN passed over
   float most = 0.f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(v[i]));
-  return max(__float_as_uint(most * scale) & 0x7fffffff, __float_as_uint(v[0] * scale) & 0x7fffffff);
+  for (int i = 0; i < COUNT; ++i) most = fmaxf(most, fabsf(v[i]));
+  return most;
 }
 
 // Bits of a number >= 0 or of a NaN, the largest of a block's: NaN is beyond infinity.
@@ -153,6 +152,7 @@ __global__ void __launch_bounds__(ROTATE_THREADS) rotate_rows(RotatedRows<T> p) 
   // Where a lane's first 8 results lie, and how far the next 8 are: a token's are neighbours.
   int first = g * GROUP + lane * 16, apart = 8;
   float v[CHUNKS][16], scales[CHUNKS][2];
+  unsigned largest = 0;
   if (m < 0) {
     int of = g + lane % 4 * 2;
     const float* row_scales = p.scales + static_cast<int64_t>(row) * p.G + of;
@@ -161,18 +161,22 @@ __global__ void __launch_bounds__(ROTATE_THREADS) rotate_rows(RotatedRows<T> p) 
 #pragma unroll
       for (int i = 0; i < 2; ++i) scales[c][i] = of + 8 * c + i < p.G ? row_scales[8 * c + i] : 0.f;
     rotated_codes(p.values + static_cast<int64_t>(row) * p.K, g, p.K, v);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        largest = max(largest, __float_as_uint(largest_of<8>(v[c] + 8 * i) * scales[c][i]) & 0x7fffffff);
     first = of * GROUP + lane / 4 * 8;
     apart = GROUP;
   } else {
     rotated_states(p.x + static_cast<int64_t>(m) * p.K, first, p.K, v);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) scales[c][0] = scales[c][1] = 1.f;
+    for (int c = 0; c < CHUNKS; ++c) {
+      scales[c][0] = scales[c][1] = 1.f;
+      // A NaN or an infinity among a group's values leaves none of its results a number.
+      largest = max(largest, max(__float_as_uint(largest_of<16>(v[c])), __float_as_uint(v[c][0]) & 0x7fffffff));
+    }
   }
-  unsigned largest = 0;
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) largest = max(largest, largest_of_8(v[c] + 8 * i, scales[c][i]));
   largest = largest_of_block(largest);
   bool finite = largest < 0x7f800000, counts = finite && __uint_as_float(largest) >= 0x1p-100f;
   // Where the scale is NaN the codes do not count.
