@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 GROUP = 64
-CHUNK = 1 << 22  # elements quantized at a time: the float32 copies of a chunk are what it takes beside the result
+CHUNK = 1 << 20  # elements quantized at a time: the float32 copies of a chunk are what it takes beside the result
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
