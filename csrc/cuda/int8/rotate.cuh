@@ -153,13 +153,14 @@ __global__ void __launch_bounds__(ROTATE_THREADS) rotate_rows(RotatedRows<T> p) 
   int first = g * GROUP + lane * 16, apart = 8;
   float v[CHUNKS][16], scales[CHUNKS][2];
   unsigned largest = 0;
+  // The weights' scales, before the branch: inside it the compiler asks for them when the codes have come.
+  int of = g + lane % 4 * 2, groups = m < 0 ? p.G - of : 0;
+  const float* row_scales = p.scales + static_cast<int64_t>(row) * p.G + of;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scales[c][i] = 8 * c + i < groups ? row_scales[8 * c + i] : 1.f;
   if (m < 0) {
-    int of = g + lane % 4 * 2;
-    const float* row_scales = p.scales + static_cast<int64_t>(row) * p.G + of;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) scales[c][i] = of + 8 * c + i < p.G ? row_scales[8 * c + i] : 0.f;
     rotated_codes(p.values + static_cast<int64_t>(row) * p.K, g, p.K, v);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
@@ -172,7 +173,6 @@ __global__ void __launch_bounds__(ROTATE_THREADS) rotate_rows(RotatedRows<T> p) 
     rotated_states(p.x + static_cast<int64_t>(m) * p.K, first, p.K, v);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-      scales[c][0] = scales[c][1] = 1.f;
       // A NaN or an infinity among a group's values leaves none of its results a number.
       largest = max(largest, max(__float_as_uint(largest_of<16>(v[c])), __float_as_uint(v[c][0]) & 0x7fffffff));
     }
@@ -186,9 +186,10 @@ __global__ void __launch_bounds__(ROTATE_THREADS) rotate_rows(RotatedRows<T> p) 
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (c * 8 * GROUP + i * apart < left)
-        *reinterpret_cast<uint2*>(to + c * 8 * GROUP + i * apart) = codes_of_8(v[c] + 8 * i, scales[c][i] * inverse);
+    for (int i = 0; i < 2; ++i) {
+      uint2 codes = codes_of_8(v[c] + 8 * i, scales[c][i] * inverse);
+      if (c * 8 * GROUP + i * apart < left) *reinterpret_cast<uint2*>(to + c * 8 * GROUP + i * apart) = codes;
+    }
   if (threadIdx.x == 0) {
     float scale = finite ? 0.f : __uint_as_float(0x7fffffff);
     p.row_scales[row] = counts ? __fdiv_rn(__uint_as_float(largest), 127.f * 8) : scale;
