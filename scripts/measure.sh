@@ -9,6 +9,7 @@
 #                                                         a shape on an H200
 #   measure.sh cuda long OUT_DIR                          the same on Qwen3-8B with 8 sequences, and after 8,064 tokens;
 #                                                         without the static cache; 3 minutes
+#   measure.sh cuda prefill OUT_DIR                       a prompt of 1,734 tokens on Qwen3-8B, in bf16 and int8; 1 minute
 #   measure.sh cuda speed OUT_DIR [SHAPE]                 the fused modules under Transformers' own loop, and the ablations,
 #                                                         at official shapes; 4 minutes each on an H200
 # Run it in an environment with this package, or from the source folder with PYTHONPATH=. set.
@@ -42,7 +43,10 @@ fi
 if [ "$part" = gemm ]; then
   failed=0
   few=()
-  if [ "$device" = cpu ]; then few=(-m 1,8,16 --rounds 5); fi # the large M take many minutes a set there
+  case $device in
+    cpu) few=(-m 1,8,16 --rounds 5) ;; # the large M take many minutes a set there
+    cuda) few=(--rounds 7) ;;
+  esac
   for shapes in ${subject:-1472x4096x4096 Qwen2.5-0.5B Qwen2.5-7B Qwen3-0.6B Qwen3-8B}; do
     qwen_patch gemm --shapes "$shapes" --device "$device" "${few[@]}" --output "$out/gemm_$shapes" || failed=1
   done
@@ -72,6 +76,12 @@ if [ "$part" = long ]; then
     # shellcheck disable=SC2086
     qwen_patch bench --device cuda --model random:Qwen3-8B --rounds 3 $options --output "$out/decode_Qwen3-8B_$name"
   done
+  exit
+fi
+
+if [ "$part" = prefill ]; then
+  qwen_patch bench --device cuda --model random:Qwen3-8B --rounds 5 --prompt-lengths 1734 --new-tokens 16 \
+    --fusion both,int8,int8-w8a16 --output "$out/prefill_Qwen3-8B"
   exit
 fi
 

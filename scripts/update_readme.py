@@ -243,6 +243,7 @@ TESTS_SHOWN = {
     "test_installation": "builds and libraries that go wrong",
     "test_validation": "validate_qwen catches what it should",
     "test_int8": "int8 linears: plans, undo, failures in the middle",
+    "test_rotation": "rotated rows in int8: exact, half a step off at most, outliers",
     "test_int8_adapters": "LoRA over int8 linears",
     "test_int8_checkpoints": "int8 checkpoints: round trips, damaged ones, offloading, the commands",
     "test_perplexity": "perplexity: windows, intervals, the command",
@@ -296,6 +297,72 @@ def int8() -> str:
     return f"{about}. {conditions(speeds)}.\n\n{table(head, rows)}"
 
 
+def int8_cuda() -> str:
+    """generate over int8 linears, against the same runtime in bfloat16, in one run each."""
+    documents = [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/decode_*.json"))]
+    documents += [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/prefill_*.json"))]
+    rows = []
+    for document in documents:
+        batch = document["batch"]
+        for prompt in prompts_of(document):
+            found = variants_at(document, prompt)
+            both = found["both"]
+            for variant in ("int8", "int8-head", "int8-w8a8"):
+                if (row := found.get(variant)) is None:
+                    continue
+                rows.append(
+                    [
+                        f"{document['model'].removesuffix(' (random)')}, batch {batch}, prompt {prompt:,}",
+                        variant,
+                        f"{batch * both['decode_tps']:,.0f}",
+                        f"{batch * row['decode_tps']:,.0f}",
+                        f"**{row['decode_tps'] / both['decode_tps']:.2f}x**",
+                        f"{100 * row['share_of_copy']:.0f}%",
+                        f"{both['first_token_ms']:.1f} / {row['first_token_ms']:.1f}",
+                        f"{both['first_token_ms'] / row['first_token_ms']:.2f}x",
+                        row["tokens"],
+                        document["environment"]["commit"],
+                    ]
+                )
+    head = ["", "", "tokens/s in bfloat16", "int8", "x bfloat16", "share of copy"]
+    head += ["first token, ms: bfloat16 / int8", "x bfloat16", "int8 tokens against the reference's", "commit"]
+    return table(head, rows)
+
+
+GEMM_SHOWN = [(1, "w8a16"), (8, "w8a16"), (16, "w8a16"), (1472, "w8a8"), (1734, "w8a8"), (2048, "w8a8")]
+
+
+def int8_gemm() -> str:
+    """int8_linear and rotated_int8_linear against the library's bfloat16 and int8 products, in one run each."""
+    documents = [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/gemm_*.json"))]
+    rows = []
+    for document in documents:
+        shapes = list(dict.fromkeys(tuple(row["shape"]) for row in document["rows"]))
+        for shape in shapes:
+            found = [row for row in document["rows"] if tuple(row["shape"]) == shape and row["us"]]
+            for tokens, kind in GEMM_SHOWN:
+                ours = [row for row in found if row["ours"] and row["type"] == kind]
+                if shape[0] != tokens or not ours:
+                    continue
+                best = min(ours, key=lambda row: row["us"])
+                bf16 = next(r for r in found if (r["type"], r["candidate"]) == ("bf16", "torch linear"))
+                library = [r for r in found if r["candidate"].startswith("torch._int_mm")] if kind == "w8a8" else []
+                rows.append(
+                    [
+                        " x ".join(map(str, shape)),
+                        f"{kind}, {best['candidate']}",
+                        f"{best['us']:.1f}",
+                        f"{bf16['us']:.1f}",
+                        f"**{best['vs_torch_bf16']:.2f}x**",
+                        f"{library[0]['us']:.1f}" if library else "",
+                        f"{best['tflops']:,.0f}" if kind == "w8a8" else "",
+                        f"{100 * best['share_of_copy']:.0f}%" if kind == "w8a16" else "",
+                    ]
+                )
+    head = ["M x N x K", "", "us", "cuBLAS bf16, us", "x cuBLAS", "torch._int_mm alone, us", "TOP/s", "share of copy"]
+    return f"{conditions(documents[0])}.\n\n{table(head, rows)}"
+
+
 def before_and_after() -> str:
     """The two lines of the first example."""
     gpu, cpu = read("h200/decode_Qwen3-0.6B.json"), read("cpu/int8_smollm2-135m.json")
@@ -318,6 +385,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "validation": validation,
     "tests": tests,
     "int8": int8,
+    "int8 on CUDA": int8_cuda,
+    "int8 linears on CUDA": int8_gemm,
 }
 
 
