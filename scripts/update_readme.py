@@ -320,12 +320,14 @@ def int8_cuda() -> str:
                         f"{100 * row['share_of_copy']:.0f}%",
                         f"{both['first_token_ms']:.1f} / {row['first_token_ms']:.1f}",
                         f"{both['first_token_ms'] / row['first_token_ms']:.2f}x",
+                        f"{both['peak_gb']:.1f} / {row['peak_gb']:.1f}",
                         row["tokens"],
                         document["environment"]["commit"],
                     ]
                 )
     head = ["", "", "tokens/s in bfloat16", "int8", "x bfloat16", "share of copy"]
-    head += ["first token, ms: bfloat16 / int8", "x bfloat16", "int8 tokens against the reference's", "commit"]
+    head += ["first token, ms: bfloat16 / int8", "x bfloat16", "peak GB: bfloat16 / int8"]
+    head += ["int8 tokens against the reference's", "commit"]
     return table(head, rows)
 
 
