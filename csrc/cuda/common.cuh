@@ -103,6 +103,26 @@ void launch_clusters(const char* op, void (*kernel)(Params...), int cluster, dim
   config.numAttrs = device_traits().major < 9 ? 0 : cluster == 1 ? 1 : 2;
   check(op, cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
 }
+// How many such clusters the device has room for at once, on sm_90. Where a part of the chip has a number of
+// multiprocessors that is no multiple of a cluster's, they are fewer than all of its multiprocessors would make.
+template <typename... Params>
+int clusters_at_once(const char* op, void (*kernel)(Params...), int cluster, int block, int shared) {
+  check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  cudaLaunchAttribute size = {};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim.x = static_cast<unsigned>(cluster);
+  size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(static_cast<unsigned>(block));
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.attrs = &size;
+  config.numAttrs = 1;
+  int clusters = 0;
+  check(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+  return clusters;
+}
+
 template <typename... Params, typename... Args>
 void launch_with_shared(const char* op, void (*kernel)(Params...), dim3 grid, int block, int shared,
                         cudaStream_t stream, Args... args) {

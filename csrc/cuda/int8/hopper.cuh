@@ -211,13 +211,25 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
 #endif
 }
 
+// Of so many blocks, that the current device has room for at once.
+template <typename T>
+int hopper_clusters(int blocks) {
+  static int known[64][HopperShape::PIECES + 1] = {};
+  int device = 0;
+  check(OP, cudaGetDevice(&device));
+  int& clusters = known[device % 64][blocks];
+  if (clusters == 0)
+    clusters = clusters_at_once(OP, hopper_tokens<T>, blocks, HopperShape::THREADS, HopperShape::SHARED);
+  return clusters;
+}
+
 template <typename T>
 void launch_hopper(const Problem<T>& p, T* out, cudaStream_t stream) {
   using Shape = HopperShape;
   HopperTiles tiles{(p.M + Shape::TOKENS - 1) / Shape::TOKENS, (p.N + Shape::ROWS - 1) / Shape::ROWS};
   int blocks = device_traits().multiprocessors, count = tiles.count(), splits = 1;
-  // Two stages a block, at least on average.
-  while (splits < Shape::PIECES && 2 * splits * count <= blocks && 8 * splits <= p.G) splits *= 2;
+  // All tiles at once, and two stages a block, at least on average.
+  while (splits < Shape::PIECES && count <= hopper_clusters<T>(2 * splits) && 8 * splits <= p.G) splits *= 2;
   launch_clusters(OP, hopper_tokens<T>, splits, dim3(static_cast<unsigned>(std::min(count * splits, blocks))),
                   Shape::THREADS, Shape::SHARED, stream, map_of_rows(p.values, p.N, p.K, p.K, Shape::ROWS),
                   map_of_rows(p.x, p.M, p.pitch * 2, p.pitch * 2, Shape::TOKENS), p, out, tiles, splits);
