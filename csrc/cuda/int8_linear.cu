@@ -74,8 +74,8 @@ void run_many(const Problem<X>& p, T* out, cudaStream_t stream) {
 template <typename T>
 void run_quantized(const Problem<T>& p, const Tensor& x, T* out, cudaStream_t stream) {
   if (p.M <= FEW_TOKENS && run_few<As::CODES>(p, out, stream)) return;
-  int64_t pitch = int64_t{p.G} * GROUP, tiles = (p.M + SCALE_TILE - 1) / SCALE_TILE;
-  Tensor room = new_bytes(x, p.M * pitch + tiles * SCALE_TILE * p.G * 4);
+  int64_t pitch = int64_t{p.G} * GROUP;
+  Tensor room = new_bytes(x, p.M * (pitch + int64_t{p.G} * 4));
   int8_t* codes = out_ptr<int8_t>(room);
   float* x_scales = reinterpret_cast<float*>(codes + p.M * pitch);
   launch_quantize<T>(p.x, codes, x_scales, p.M, p.K, p.G, stream);

@@ -9,13 +9,12 @@ namespace {
 
 Tensor rotated_int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor> bias) {
   using namespace int8;
-  const char* op = "rotated_int8_linear";
-  check_int8_linear(op, x, values, scales, bias);
+  check_int8_linear(ROTATED_OP, x, values, scales, bias);
   DeviceGuard guard(x);
   int64_t N = values.size(0), K = values.size(1), G = scales.size(1), M = x.numel() / K;
-  STD_TORCH_CHECK(device_traits().major == 9, op, ": this kernel needs compute capability 9.0");
-  STD_TORCH_CHECK(K <= ROTATE_LARGEST_K && M + N <= INT32_MAX, op, ": supports K up to ", ROTATE_LARGEST_K, ", got x ",
-                  describe(x), " and values ", describe(values));
+  STD_TORCH_CHECK(device_traits().major == 9, ROTATED_OP, ": this kernel needs compute capability 9.0");
+  STD_TORCH_CHECK(K <= ROTATE_LARGEST_K, ROTATED_OP, ": supports K up to ", ROTATE_LARGEST_K, ", got x ", describe(x));
+  STD_TORCH_CHECK(M + N <= INT32_MAX, ROTATED_OP, ": too large: x ", describe(x), ", values ", describe(values));
   Tensor out = new_rows(x, N);
   if (out.numel() == 0) return out;
   x = packed(x);

@@ -231,8 +231,8 @@ void launch_hopper(const Problem<T>& p, T* out, cudaStream_t stream) {
   // All tiles at once, and two stages a block, at least on average.
   while (splits < Shape::PIECES && count <= hopper_clusters<T>(2 * splits) && 8 * splits <= p.G) splits *= 2;
   launch_clusters(OP, hopper_tokens<T>, splits, dim3(static_cast<unsigned>(std::min(count * splits, blocks))),
-                  Shape::THREADS, Shape::SHARED, stream, map_of_rows(p.values, p.N, p.K, p.K, Shape::ROWS),
-                  map_of_rows(p.x, p.M, p.pitch * 2, p.pitch * 2, Shape::TOKENS), p, out, tiles, splits);
+                  Shape::THREADS, Shape::SHARED, stream, map_of_rows(OP, p.values, p.N, p.K, p.K, Shape::ROWS),
+                  map_of_rows(OP, p.x, p.M, p.pitch * 2, p.pitch * 2, Shape::TOKENS), p, out, tiles, splits);
 }
 
 }  // namespace qwen_patch::cuda::int8

@@ -24,31 +24,33 @@ struct HopperTiles {
 };
 
 // The driver's function that makes a tensor map; asked for by name, so that nothing links against the driver.
-inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static PFN_cuTensorMapEncodeTiled_v12000 found = [] {
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder(const char* op) {
+  static PFN_cuTensorMapEncodeTiled_v12000 found = [op] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    check(OP, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+    check(op, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
 #else
-    check(OP, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
+    check(op, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
 #endif
-    STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess, OP, ": the driver has no cuTensorMapEncodeTiled");
+    STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess, op, ": the driver has no cuTensorMapEncodeTiled");
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   return found;
 }
 
 // [rows, columns] bytes, rows `pitch` bytes apart, in boxes of box_rows x 128.
-inline CUtensorMap map_of_rows(const void* at, int64_t rows, int64_t columns, int64_t pitch, int box_rows) {
+inline CUtensorMap map_of_rows(const char* op, const void* at, int64_t rows, int64_t columns, int64_t pitch,
+                               int box_rows) {
   CUtensorMap map;
   cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   cuuint64_t strides[1] = {static_cast<cuuint64_t>(pitch)};
   cuuint32_t box[2] = {2 * GROUP, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  CUresult result = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(at), sizes, strides,
-                                         box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(result == CUDA_SUCCESS, OP, ": no tensor map for ", rows, " x ", columns, ": error ",
+  CUresult result =
+      tensor_map_encoder(op)(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(at), sizes, strides, box, steps,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  STD_TORCH_CHECK(result == CUDA_SUCCESS, op, ": no tensor map for ", rows, " x ", columns, ": error ",
                   static_cast<int>(result));
   return map;
 }

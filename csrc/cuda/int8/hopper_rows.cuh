@@ -228,9 +228,9 @@ template <typename Shape, typename T>
 void launch_rows(const Problem<int8_t>& p, T* out, cudaStream_t stream) {
   HopperTiles tiles = rows_tiles<Shape>(p.M, p.N);
   int blocks = std::min(device_traits().multiprocessors, tiles.count());
-  launch_with_shared(OP, hopper_rows<T, Shape>, dim3(static_cast<unsigned>(blocks)), Shape::THREADS, Shape::SHARED,
-                     stream, map_of_rows(p.values, p.N, p.K, p.K, Shape::ROWS),
-                     map_of_rows(p.x, p.M, p.K, p.pitch, Shape::TOKENS), p, out, tiles);
+  launch_with_shared(ROTATED_OP, hopper_rows<T, Shape>, dim3(static_cast<unsigned>(blocks)), Shape::THREADS,
+                     Shape::SHARED, stream, map_of_rows(ROTATED_OP, p.values, p.N, p.K, p.K, Shape::ROWS),
+                     map_of_rows(ROTATED_OP, p.x, p.M, p.K, p.pitch, Shape::TOKENS), p, out, tiles);
 }
 
 // In the shape with the least work; of equals the first, which measured faster.

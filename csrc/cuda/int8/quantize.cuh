@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(32 * QUANTIZE_WARPS)
   float scale = quantize_8(x + static_cast<int64_t>(m) * K + k, k < K, packed);
   if (g >= G) return;
   *reinterpret_cast<uint2*>(codes + static_cast<int64_t>(m) * G * GROUP + k) = packed;
-  if (threadIdx.x % 8 == 0) scales[scale_at(m, g, G)] = scale;
+  if (threadIdx.x % 8 == 0) scales[static_cast<int64_t>(g) * gridDim.x + m] = scale;
 }
 
 template <typename T>

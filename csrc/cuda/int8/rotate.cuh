@@ -25,18 +25,6 @@ struct RotatedRows {
   int M, N, K, G;
 };
 
-// d = A B + MAGIC_BITS of a warp, A 16 x 64 and B 64 x 8 of int8, in fragments of two mma.m16n8k32.
-__device__ __forceinline__ void multiply_16x8x64(int (&d)[4], const unsigned (&a)[2][4], uint4 b) {
-  unsigned parts[2][2] = {{b.x, b.y}, {b.z, b.w}};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] = MAGIC_BITS;
-#pragma unroll
-  for (int s = 0; s < 2; ++s)
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-                 : "r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3]), "r"(parts[s][0]), "r"(parts[s][1]));
-}
-
 // A weight row: 8 groups from group g on, and 8 more for each chunk, rotated. Lane 4L + t reads numbers 16t to 16t + 15
 // of group L, and gets numbers 8L to 8L + 7 of groups 2t (the first 8 of v) and 2t + 1.
 // The matrix has (-1)^(ones of r & c) at row r, column c. A fragment's four bytes are columns 16t + 8s + 4h + j, j
@@ -74,7 +62,8 @@ __device__ __forceinline__ void rotated_codes(const int8_t* row, int g, int K, f
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
       int d[4];
-      multiply_16x8x64(d, a, codes[c]);
+      mma_int8(d, a[0][0], a[0][1], a[0][2], a[0][3], codes[c].x, codes[c].y, MAGIC_BITS);
+      mma_int8(d, a[1][0], a[1][1], a[1][2], a[1][3], codes[c].z, codes[c].w);
       v[c][2 * i] = __int_as_float(d[0]) - MAGIC;
       v[c][2 * i + 8] = __int_as_float(d[1]) - MAGIC;
       v[c][2 * i + 1] = __int_as_float(d[2]) - MAGIC;
@@ -117,11 +106,12 @@ __device__ __forceinline__ void rotated_states(const T* x, int k, int K, float (
   }
 }
 
+// The largest |v|; NaN if one of them is.
 template <int COUNT>
-__device__ __forceinline__ float largest_of(const float* v) {  // |v|, a NaN passed over
+__device__ __forceinline__ float largest_of(const float* v) {
   float most = 0.f;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) most = fmaxf(most, fabsf(v[i]));
+  for (int i = 0; i < COUNT; ++i) asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(v[i])));
   return most;
 }
 
@@ -172,10 +162,7 @@ __global__ void __launch_bounds__(ROTATE_THREADS) rotate_rows(RotatedRows<T> p) 
   } else {
     rotated_states(p.x + static_cast<int64_t>(m) * p.K, first, p.K, v);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      // A NaN or an infinity among a group's values leaves none of its results a number.
-      largest = max(largest, max(__float_as_uint(largest_of<16>(v[c])), __float_as_uint(v[c][0]) & 0x7fffffff));
-    }
+    for (int c = 0; c < CHUNKS; ++c) largest = max(largest, __float_as_uint(largest_of<16>(v[c])) & 0x7fffffff);
   }
   largest = largest_of_block(largest);
   bool finite = largest < 0x7f800000, counts = finite && __uint_as_float(largest) >= 0x1p-100f;
@@ -201,7 +188,7 @@ void launch_rotate(const RotatedRows<T>& p, cudaStream_t stream) {
   int warps = (p.G + 7) / 8, chunks = warps >= 4 ? 4 : warps >= 2 ? 2 : 1;
   int threads = (warps + chunks - 1) / chunks * 32;
   auto kernel = chunks == 4 ? rotate_rows<T, 4> : chunks == 2 ? rotate_rows<T, 2> : rotate_rows<T, 1>;
-  launch(OP, kernel, dim3(static_cast<unsigned>(p.N + p.M)), threads, stream, p);
+  launch(ROTATED_OP, kernel, dim3(static_cast<unsigned>(p.N + p.M)), threads, stream, p);
 }
 
 }  // namespace qwen_patch::cuda::int8

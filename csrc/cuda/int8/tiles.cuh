@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 1) tile_of_tokens(Problem<X> p, 
       for (int i = 0; i < MT; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          token_scales[i][h] = p.x_scales[scale_at(min(m_lane + 16 * i + 8 * h, p.M - 1), g, p.G)];
+          token_scales[i][h] = p.x_scales[static_cast<int64_t>(g) * p.M + min(m_lane + 16 * i + 8 * h, p.M - 1)];
     }
     copies_wait<TILE_STAGES - 2>();
     __syncthreads();
