@@ -132,6 +132,31 @@ def test_activations_choose_the_path(monkeypatch):
     assert seen == [True, False, "rotated", True, "rotated", False]
 
 
+def test_training_keeps_16_bits_unless_asked(monkeypatch):
+    _, int8 = made()
+    seen = []
+    monkeypatch.setattr(linear_module, "GROUPED", FakeOp("int8_linear", lambda *args: seen.append(args[-1])))
+    monkeypatch.setitem(linear_module.W8A8_FROM_ROWS, ("int8_linear", "cpu"), 4)
+    x = torch.randn(4, 72).bfloat16().requires_grad_()
+    for int8.activations in ("auto", "w8a8"):
+        int8(x)
+    with torch.no_grad():
+        int8.activations = "auto"
+        int8(x)
+    assert seen == [False, True, True]
+
+
+@pytest.mark.parametrize("activations", ["auto", "w8a8"])
+def test_export_takes_any_number_of_tokens(activations):
+    _, int8 = made()
+    int8.activations = activations
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    exported = torch.export.export(int8, (torch.randn(20, 72).bfloat16(),), dynamic_shapes=({0: tokens},)).module()
+    for rows in (5, 40):
+        x = torch.randn(rows, 72).bfloat16()
+        assert torch.equal(exported(x), int8(x))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2_5_vl"])
 def test_golden_plan(family):
     """Every decision about a two-layer model. QWEN_PATCH_WRITE_GOLDEN=1 writes the files; read them then."""

@@ -73,6 +73,16 @@ def test_sums_of_int8_are_exact(device, tokens):
 
 
 @DTYPES
+@pytest.mark.parametrize(("tokens", "rows", "width"), [(20, 67, 2112), (150, 200, 2112), (20, 1000, 1152)])
+def test_sums_that_several_blocks_make(device, dtype, tokens, rows, width):
+    """On CUDA blocks share a tile, and some of them have none of its 33 groups."""
+    x = torch.randn(tokens, width, device=device, dtype=dtype)
+    values, scales = quantize(torch.randn(rows, width, device=device))
+    found = ops.int8_linear(x, values, scales)
+    within_the_contract(found, x.double(), dequantize(values, scales, torch.float64))
+
+
+@DTYPES
 @WIDTHS
 @pytest.mark.parametrize("tokens", [1, 2, 5, 20, 150])
 @pytest.mark.parametrize("size", [1, 3e-29, 5e-29, 1e-30])  # from scales of 2^-100 down CUDA divides in another way

@@ -79,3 +79,49 @@ def test_reference_backend_rotates_where_the_kernel_would(monkeypatch):
     assert torch.equal(int8(x), rotated)
     assert not torch.equal(rotated, grouped)
     assert torch.equal(int8(x[:16]), grouped[:16])
+
+
+# On 132 multiprocessors: each of the kernel's shapes of tiles, and several tiles a block; K of one short group, of a
+# short last one, of one to four chunks a warp, and the largest.
+SHAPES = [
+    (1, 64, 8), (17, 1001, 576), (130, 192, 896), (285, 5654, 72), (396, 5654, 72), (655, 5654, 72), (520, 5654, 136),
+    (1472, 4096, 4096), (1734, 24576, 1096), (2048, 4096, 12288), (33, 136, 32768),
+]  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_kernel_gives_what_its_codes_say(dtype, shape, bias):
+    """Also of tokens and rows of zeros; a token with a NaN, an infinity, or too large to be rotated, is NaN."""
+    if not OPS["rotated_int8_linear"].has_kernel(torch.device("cuda")):
+        pytest.skip("there is no kernel for this card")
+    (M, N, K), on = shape, {"device": "cuda", "generator": torch.Generator("cuda").manual_seed(0)}
+    x, weight = torch.randn(M, K, **on), torch.randn(N, K, **on)
+    x[:, 3] *= 40
+    x[M // 2], weight[N // 2] = 0, 0
+    values, scales = quantize(weight)
+    if bias == torch.bfloat16:
+        bias = dtype  # the kernel takes x's dtype or float32
+    added = None if bias is None else torch.randn(N, **on).to(bias)
+    x = x.to(dtype)
+    bad = min(M, 9) - 1 if M > 1 else 0
+    if bad:
+        x[1, K - 1], x[bad, 0] = torch.nan, -torch.inf
+    if bad and dtype != torch.float16:
+        x[2, :8] = torch.tensor([3e38, -3e38, 3e38, -3e38, 3e38, -3e38, -3e38, 3e38])
+        x[2, 8:] = 0
+    found = OPS["rotated_int8_linear"](x, values, scales, added)
+    tokens, of_tokens = quantize_rotated(rotate(x.float()))
+    rows, of_rows = quantize_rotated(rotate(values.float()), scales)
+    exact = (tokens.double() @ rows.double().T) * of_tokens.double() * of_rows.double().T
+    exact = exact if added is None else exact + added.double()
+    lost = of_tokens.isnan().flatten()
+    assert lost.sum() == (0 if not bad else 2 if dtype == torch.float16 else 3)
+    assert found[lost].isnan().all()
+    error, eps = (found.double() - exact)[~lost].abs(), torch.finfo(dtype).eps
+    # Half a step for the last rounding, and three of float32 of the sum and the bias before it.
+    terms = exact.abs() + (0 if added is None else 2 * added.double().abs())
+    limit = eps / 2 * exact.abs() + 3 * 2**-24 * terms + torch.finfo(dtype).smallest_normal * eps
+    assert (error <= limit[~lost]).all()

@@ -19,9 +19,9 @@ from ..patcher import patch_model, unpatch_model
 from ..recipes import RECIPES
 from ..validation.agreement import (
     BAR_OF_RANDOM_WEIGHTS,
-    BARS,
     Agreement,
     Closeness,
+    bar_of,
     compare_int8,
     compare_tokens,
 )
@@ -125,7 +125,7 @@ def measure(
         samples[variant].cold_s, found = _timed(lambda v=variant: generate(model, v, ids, new_tokens), device)
         samples[variant].bytes_a_token = bytes_a_token(model, len(ids), ids.shape[1] + new_tokens // 2)
         if variant in INT8:
-            bar = BARS["w8a8" if variant == "int8-w8a8" else "w8a16"].kl if trained else BAR_OF_RANDOM_WEIGHTS
+            bar = bar_of(model, ids.numel()).kl if trained else BAR_OF_RANDOM_WEIGHTS
             tokens = functools.partial(generate, model, variant, ids, new_tokens)
             agreements[variant] = compare_int8(model, ids, expected, found, bar, tokens, VARIANTS[variant])
         else:

@@ -72,6 +72,8 @@ class Int8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.numel() // self.in_features
         quantized = self.quantizes(tokens, x.device)
+        if self.activations == "auto" and torch.is_grad_enabled() and x.requires_grad:
+            quantized = False  # in training, a gradient straight through a rounding is for those who ask for it
         op = self.w8a8_op(tokens, x.device) if quantized else GROUPED
         how = () if op is ROTATED else (quantized,)
         call = op.reference if self.backend == "reference" else op
@@ -86,8 +88,9 @@ class Int8Linear(nn.Module):
 
     def w8a8_op(self, tokens: int, device: torch.device) -> Op:
         """What W8A8 of so many tokens goes through: one scale a group on either side, or one a row."""
-        few = tokens < ROTATED_FROM_ROWS or self.in_features > LARGEST_K
-        return GROUPED if few or not ROTATED.has_kernel(device) else ROTATED
+        if self.in_features > LARGEST_K or not ROTATED.has_kernel(device):
+            return GROUPED  # before the tokens are looked at: a trace with any number of them stays one
+        return ROTATED if tokens >= ROTATED_FROM_ROWS else GROUPED
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves follow, casts do not: the scales are the format's, not the model's."""

@@ -61,7 +61,10 @@ class Op:
         return getattr(torch.ops.qwen_patch, self.name).no_grad
 
     def has_kernel(self, device: torch.device) -> bool:
-        """Whether a native kernel is registered for `device`, and is one for this card."""
+        """Whether a native kernel for `device` is loaded, and one that can run on this card."""
+        library = LIBRARIES.get(device.type)
+        if library is None or not library.loaded or library.problem(device):
+            return False
         return _has_kernel(self.name, self.cuda_major, device.type, device.index)
 
     def __call__(self, *args: Any) -> Any:
@@ -116,6 +119,11 @@ class NativeLibrary:
 # Asked while a compiler traces, these two answer once and for all: it can't look into them, and they don't change.
 @torch.compiler.assume_constant_result
 def _has_kernel(name: str, cuda_major: int | None, kind: str, index: int | None) -> bool:
+    return _answer_of_dispatcher(name, cuda_major, kind, index)
+
+
+@functools.cache
+def _answer_of_dispatcher(name: str, cuda_major: int | None, kind: str, index: int | None) -> bool:
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(kind)
     if key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"qwen_patch::{name}.no_grad", key):
         return False

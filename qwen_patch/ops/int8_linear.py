@@ -93,6 +93,8 @@ def int8_linear(
     order. bf16 subnormals may count as zero. A NaN or an infinity in x makes every result of its token NaN or infinite
     (w8a8: NaN).
 
+    On compute capability 9.0 w8a8 of more than 16 tokens is `rotated_int8_linear`'s, which is 4 to 6 times as fast.
+
     On CUDA, a float32 x with quantize_activations=False is the reference's own expression, at PyTorch's precision for
     float32 products.
 

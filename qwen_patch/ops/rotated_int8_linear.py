@@ -79,9 +79,10 @@ def rotated_int8_linear(
     (of x's dtype or float32) in float32, rounded once: before that within K * 2^-24 * (sum of |terms|) of the exact sum
     over the same int8 values. A NaN or an infinity in x makes every result of its token NaN.
 
-    x float32, bfloat16 or float16, any strides; values int8 [N, K], scales float32 [N, ceil(K / 64)]; one device. On
-    CUDA a kernel for compute capability 9.0 and K up to 32,768, else the reference. A new contiguous tensor; while it
-    runs (M + N) * K bytes more. Differentiable in x and bias, straight through the rounding of x. Raises RuntimeError
-    on other input.
+    x float32, bfloat16 or float16, any strides; values int8 [N, K] with K a multiple of 8, scales float32
+    [N, ceil(K / 64)]; one device. A new contiguous tensor; while it runs (M + N) * K bytes more. Values of x beyond a
+    64th of float32's range may give NaN. Differentiable in x and bias, straight through the rounding of x. The kernel
+    is for CUDA, compute capability 9.0 and K up to 32,768, and raises RuntimeError on other input; elsewhere the
+    reference runs.
     """
-    return OP(x, values, scales, bias)
+    return (OP if x.shape[-1] <= LARGEST_K else OP.reference)(x, values, scales, bias)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..loading import SAMPLE_TEXT
 from ..patcher import explain, patch_model, unpatch_model
 from ..plan import make_plan
-from .agreement import BARS, Bar, first_difference
+from .agreement import Bar, bar_of, first_difference
 from .collect import Answers, Batch, collect, make_batches, next_token_logits
 from .locate import first_difference as first_differing_site
 from .locate import outputs_of_sites
@@ -98,6 +98,7 @@ def validate(
     int8 = {} if quantize is None else {"quantize": quantize, "activations": activations, "keep_original": True}
     patch_model(model, fusion=fusion, backend=backend, **int8)
     patched = collect(model, batches, new_tokens)
+    bar = bar_of(model, max(batch.ids.numel() for batch in batches))
     plan = explain(model)
     patched_sites = outputs_of_sites(model, plan, batches[0])
     unpatch_model(model)
@@ -126,7 +127,7 @@ def validate(
     if not report.undo_bitwise:
         report.reasons.append("the model does not answer bitwise as before after the undo")
     if quantize is not None:
-        _judge_int8(report, model, batches, stock, patched, BARS["w8a8" if activations == "w8a8" else "w8a16"])
+        _judge_int8(report, model, batches, stock, patched, bar)
         report.passed = not report.reasons
         return report
     limit = ROUNDING * len(plan.replaced) ** 0.5 * torch.finfo(model.dtype).eps * found.largest
