@@ -9,6 +9,7 @@ import torch
 from ..quantization.format import GROUP, groups, quantize
 from ..quantization.rotation import NORM, quantize_rotated, rotate
 from ._registry import Cost, Op, register
+from .int8_linear import cost as grouped_cost
 from .int8_linear import samples as grouped_samples
 
 LARGEST_K = 1 << 15  # of the CUDA kernel
@@ -47,10 +48,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
 
 
 def cost(x, values, scales, bias) -> Cost:
-    (N, K), tokens = values.shape, x.numel() // x.shape[-1]
-    again = 2 * (N + tokens) * groups(K) * GROUP  # both sides' codes, written and read
-    moved = values.numel() + 4 * scales.numel() + (x.numel() + tokens * N) * x.element_size() + again
-    return Cost(bytes=moved + (0 if bias is None else bias.numel() * bias.element_size()), flops=2 * tokens * N * K)
+    plain = grouped_cost(x, values, scales, bias, True)
+    rows = values.shape[0] + x.numel() // x.shape[-1]
+    return plain._replace(bytes=plain.bytes + 2 * rows * groups(x.shape[-1]) * GROUP)  # codes, written and read
 
 
 OP = register(
