@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from qwen_patch import ops
@@ -33,12 +33,16 @@ def outcome(op, function, args):
     return outputs + changed
 
 
+def of_floats(change, args):
+    return tree_map(lambda a: change(a) if isinstance(a, torch.Tensor) and a.is_floating_point() else a, list(args))
+
+
 def in_double(args):
-    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    return of_floats(torch.Tensor.double, args)
 
 
 def wanting_gradients(args):
-    return [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    return of_floats(lambda a: a.clone().requires_grad_(), args)
 
 
 @EVERY_OP
@@ -102,7 +106,7 @@ def test_gradients_are_those_of_the_reference(op, device, dtype):
         outputs = as_tuple(function(*leaves))
         torch.manual_seed(1)
         sum((o.float() * torch.randn_like(o).float()).sum() for o in outputs).backward()
-        results.append([leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        results.append([leaf.grad for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)])
     assert results[0][0] is not None
     for found, expected in zip(*results, strict=True):  # the scales of int8_linear have none on either side
         assert found is expected is None or torch.equal(found, expected)

@@ -7,9 +7,12 @@ import torch
 
 from qwen_patch.modules import Int8Linear
 from qwen_patch.modules import linear as linear_module
+from qwen_patch.modules.linear import side_by_side
 from qwen_patch.ops import OPS
 from qwen_patch.quantization.format import quantize
 from qwen_patch.quantization.rotation import NORM, SMALLEST, quantize_rotated, rotate
+
+SIZES = (24, True), (8, False), (16, True)
 
 
 def hadamard() -> torch.Tensor:
@@ -64,7 +67,7 @@ def test_the_op_is_near_the_linear_and_spares_outliers():
     for outlier, bar in ((1, 0.013), (30, 0.03)):
         x[:, 5] = outlier
         exact = x.double() @ w.double().T
-        found = OPS["rotated_int8_linear"].reference(x, *quantize(w), None).double()
+        found = OPS["rotated_int8_linear"].reference(x, *([t] for t in quantize(w)), [x[0, :0]]).double()
         assert (found - exact).norm() < bar * exact.norm()
 
 
@@ -75,10 +78,23 @@ def test_reference_backend_rotates_where_the_kernel_would(monkeypatch):
     monkeypatch.setattr(type(linear_module.ROTATED), "has_kernel", lambda self, device: True)
     x = torch.randn(17, 72).bfloat16()
     grouped = OPS["int8_linear"].reference(x, int8.values, int8.scales, int8.bias, True)
-    rotated = OPS["rotated_int8_linear"].reference(x, int8.values, int8.scales, int8.bias)
+    rotated = OPS["rotated_int8_linear"].reference(x, [int8.values], [int8.scales], [int8.bias])
     assert torch.equal(int8(x), rotated)
     assert not torch.equal(rotated, grouped)
     assert torch.equal(int8(x[:16]), grouped[:16])
+
+
+def test_weights_side_by_side_are_the_linears_one_by_one(monkeypatch):
+    """... where the kernel is and every one of them goes through it; else nothing is done."""
+    x = torch.randn(17, 72).bfloat16()
+    linears = [Int8Linear.from_linear(torch.nn.Linear(72, n, bias).bfloat16(), "w8a8") for n, bias in SIZES]
+    assert side_by_side(linears, x) is None
+    monkeypatch.setattr(type(linear_module.ROTATED), "has_kernel", lambda self, device: True)
+    assert torch.equal(side_by_side(linears, x), torch.cat([linear(x) for linear in linears], -1))
+    assert side_by_side(linears, x[:16]) is None
+    assert side_by_side([*linears, torch.nn.Linear(72, 8).bfloat16()], x) is None
+    linears[1].activations = "w8a16"
+    assert side_by_side(linears, x) is None
 
 
 # On 132 multiprocessors: each of the kernel's shapes of tiles, and several tiles a block; K of one short group, of a
@@ -112,7 +128,7 @@ def test_the_kernel_gives_what_its_codes_say(dtype, shape, bias):
     if bad and dtype != torch.float16:
         x[2, :8] = torch.tensor([3e38, -3e38, 3e38, -3e38, 3e38, -3e38, -3e38, 3e38])
         x[2, 8:] = 0
-    found = OPS["rotated_int8_linear"](x, values, scales, added)
+    found = OPS["rotated_int8_linear"](x, [values], [scales], [scales[0, :0] if added is None else added])
     tokens, of_tokens = quantize_rotated(rotate(x.float()))
     rows, of_rows = quantize_rotated(rotate(values.float()), scales)
     exact = (tokens.double() @ rows.double().T) * of_tokens.double() * of_rows.double().T

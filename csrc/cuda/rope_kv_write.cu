@@ -48,13 +48,19 @@ std::optional<Tensor> head_norm(const std::optional<Tensor>& weight, const RopeI
   return as_contiguous(*weight);
 }
 
+// [B, T, width] as rows that are all equally far apart, each without gaps: as it is, or a copy.
+Tensor in_rows(const Tensor& t) {
+  bool rows = t.stride(2) == 1 && (t.size(0) == 1 || t.stride(0) == t.size(1) * t.stride(1));
+  return rows ? t : torch::stable::contiguous(t);
+}
+
 Tensor rope_kv_write(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm,
                      double eps, Tensor cos, Tensor sin, Tensor first, Tensor keys, Tensor values) {
   RopeInputs x{q, k, v, cos, sin, first, keys, values};
   check_rope(x);
   DeviceGuard guard(q);
-  Tensor* inputs[] = {&x.q, &x.k, &x.v, &x.cos, &x.sin, &x.first};
-  for (Tensor* t : inputs) *t = as_contiguous(*t);
+  for (Tensor* t : {&x.q, &x.k, &x.v}) *t = in_rows(*t);
+  for (Tensor* t : {&x.cos, &x.sin, &x.first}) *t = as_contiguous(*t);
   q_norm = head_norm(q_norm, x);
   k_norm = head_norm(k_norm, x);
   int64_t B = q.size(0), tokens = q.size(1), D = keys.size(3), heads = q.size(2) / D;
@@ -64,6 +70,7 @@ Tensor rope_kv_write(Tensor q, Tensor k, Tensor v, std::optional<Tensor> q_norm,
   QP_DISPATCH(q.scalar_type(), {
     RopeKvWrite<T> p = {};
     p.q = in_ptr<T>(x.q), p.k = in_ptr<T>(x.k), p.v = in_ptr<T>(x.v);
+    p.q_pitch = x.q.stride(1), p.k_pitch = x.k.stride(1), p.v_pitch = x.v.stride(1);
     p.q_norm = q_norm ? in_ptr<T>(*q_norm) : nullptr;
     p.k_norm = k_norm ? in_ptr<T>(*k_norm) : nullptr;
     p.cos = in_ptr<T>(x.cos), p.sin = in_ptr<T>(x.sin);

@@ -22,6 +22,7 @@ struct CacheSide {  // [B, kv_heads, capacity, D]
 template <typename T>
 struct RopeKvWrite {
   const T *q, *k, *v, *q_norm, *k_norm, *cos, *sin;
+  int64_t q_pitch, k_pitch, v_pitch;  // from one token to the next
   const int64_t* first;
   T* out;
   CacheSide<T> keys, values;
@@ -57,22 +58,23 @@ __global__ void __launch_bounds__(32 * ROPE_WARPS) rope_kv_write_packs(RopeKvWri
   if (head >= p.heads + 2 * p.kv_heads) return;
   bool is_query = head < p.heads, is_value = head >= p.heads + p.kv_heads;
   int own = is_query ? head : is_value ? head - p.heads - p.kv_heads : head - p.heads;  // its number among its kind
-  const T* source = is_query ? p.q : is_value ? p.v : p.k;
-  int64_t start = (token * (is_query ? p.heads : p.kv_heads) + own) * 2 * p.half;
+  const T* source = is_query ? p.q + token * p.q_pitch : is_value ? p.v + token * p.v_pitch : p.k + token * p.k_pitch;
+  source += own * 2 * p.half;
 
   P a[ROUNDS], b[ROUNDS];  // of the first and the second half
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
     int at = min(lane + 32 * i, packs - 1);
-    a[i] = reinterpret_cast<const P*>(source + start)[at];
-    b[i] = reinterpret_cast<const P*>(source + start + p.half)[at];
+    a[i] = reinterpret_cast<const P*>(source)[at];
+    b[i] = reinterpret_cast<const P*>(source + p.half)[at];
   }
 
   int64_t position = p.first[row] + (token - row * p.tokens);
   bool known = position >= 0 && position < p.limit;
   if (!known && !is_query) return;
   const CacheSide<T>& side = is_value ? p.values : p.keys;
-  T* target = is_query ? p.out + start : side.at + row * side.row + own * side.head + position * side.slot;
+  T* target = is_query ? p.out + (token * p.heads + own) * 2 * p.half
+                       : side.at + row * side.row + own * side.head + position * side.slot;
 
   const T* weight = is_query ? p.q_norm : is_value ? nullptr : p.k_norm;
   if (weight != nullptr) {
@@ -125,7 +127,8 @@ __global__ void __launch_bounds__(32 * ROPE_WARPS) rope_kv_write_packs(RopeKvWri
 template <typename T>
 void launch_rope_kv_write(const RopeKvWrite<T>& p, int64_t all_tokens, cudaStream_t stream) {
   const T* pointers[] = {p.q, p.k, p.v, p.q_norm, p.k_norm, p.cos, p.sin, p.out, p.keys.at, p.values.at};
-  int64_t strides[] = {p.keys.row, p.keys.head, p.keys.slot, p.values.row, p.values.head, p.values.slot};
+  int64_t strides[] = {p.keys.row,    p.keys.head, p.keys.slot, p.values.row, p.values.head,
+                       p.values.slot, p.q_pitch,   p.k_pitch,   p.v_pitch};
   auto fits = [&](int n) {
     bool fit = p.half <= 32 * n && p.half % n == 0;
     for (const T* at : pointers) fit = fit && reinterpret_cast<uintptr_t>(at) % (n * sizeof(T)) == 0;

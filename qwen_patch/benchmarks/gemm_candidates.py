@@ -161,7 +161,7 @@ def _rotated(x: torch.Tensor, weights: Weights) -> Candidate:
     return Candidate(
         "w8a8",
         op.name,
-        lambda x, values, scales: op.no_grad(x, values, scales, None),
+        lambda x, values, scales: op.no_grad(x, [values], [scales], [scales[0, :0]]),
         x=x,
         weights=weights.int8,
         weight_bytes=values.nbytes + scales.nbytes,

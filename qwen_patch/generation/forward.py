@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 
-from ..modules.linear import Int8Linear
-from ..ops import add_rms_norm, rms_norm, rope_kv_write, silu_mul
+from ..modules.linear import Int8Linear, side_by_side
+from ..ops import add_rms_norm, rms_norm, rope_kv_write, silu_and_mul, silu_mul
 
 
 @torch.no_grad()
@@ -40,7 +40,10 @@ def forward(
             x, residual = x[row, last], residual[row, last]
         x = _linear(layer.self_attn.o_proj, x)
         x, residual = add_rms_norm(x, residual, layer.post_attention_layernorm.weight, eps)
-        x = _linear(layer.mlp.down_proj, silu_mul(_linear(layer.mlp.gate_proj, x), _linear(layer.mlp.up_proj, x)))
+        gate_up = layer.mlp.gate_proj, layer.mlp.up_proj
+        packed = side_by_side(gate_up, x)
+        x = silu_mul(*(_linear(module, x) for module in gate_up)) if packed is None else silu_and_mul(packed)
+        x = _linear(layer.mlp.down_proj, x)
         norm = decoder.norm if number + 1 == len(layers) else layers[number + 1].input_layernorm
         x, residual = add_rms_norm(x, residual, norm.weight, eps)
     return _linear(head, x)
@@ -68,7 +71,12 @@ def _attend(
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """What o_proj takes: [B, T, heads * D]."""
-    q, k, v = (_linear(module, x) for module in (attention.q_proj, attention.k_proj, attention.v_proj))
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    packed = side_by_side(projections, x)
+    if packed is None:
+        q, k, v = (_linear(module, x) for module in projections)
+    else:
+        q, k, v = packed.split([module.out_features for module in projections], dim=-1)
     norms = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
     rotated = rope_kv_write(q, k, v, *norms, eps, cos, sin, first, keys, values)
     tokens, scale = q.shape[1], attention.scaling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,9 +75,10 @@ class Int8Linear(nn.Module):
         if self.activations == "auto" and torch.is_grad_enabled() and x.requires_grad:
             quantized = False  # in training, a gradient straight through a rounding is for those who ask for it
         op = self.w8a8_op(tokens, x.device) if quantized else GROUPED
-        how = () if op is ROTATED else (quantized,)
         call = op.reference if self.backend == "reference" else op
-        return call(x, self.values, self.scales, self.bias, *how)
+        if op is ROTATED:
+            return call(x, *_of([self]))
+        return call(x, self.values, self.scales, self.bias, quantized)
 
     def quantizes(self, tokens: int, device: torch.device) -> bool:
         """Whether the activations of so many tokens go through int8 too."""
@@ -105,6 +106,22 @@ class Int8Linear(nn.Module):
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{shape}, activations={self.activations}"
+
+
+def side_by_side(linears: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor | None:
+    """The results of all of them in one tensor [..., sum of N], where ROTATED takes them; else None."""
+    tokens = x.numel() // x.shape[-1]
+    for linear in linears:
+        rotates = type(linear) is Int8Linear and linear.backend != "reference" and linear.quantizes(tokens, x.device)
+        if not rotates or linear.w8a8_op(tokens, x.device) is not ROTATED:
+            return None
+    return ROTATED(x, *_of(linears))
+
+
+def _of(linears: Sequence[Int8Linear]) -> tuple[list[torch.Tensor], ...]:
+    """ROTATED's values, scales and biases; an empty bias is none."""
+    biases = [m.scales[0, :0] if m.bias is None else m.bias for m in linears]
+    return [m.values for m in linears], [m.scales for m in linears], biases
 
 
 def as_stored(values: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Op:
         return _has_kernel(self.name, self.cuda_major, device.type, device.index)
 
     def __call__(self, *args: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        tensors = [t for t in leaves_of(args) if isinstance(t, torch.Tensor)]
         library = LIBRARIES.get(tensors[0].device.type)
         if library is not None and library.loaded and (problem := library.problem(tensors[0].device)):
             library.warn_once(problem, tensors[0].device)
@@ -181,7 +181,7 @@ def _with_reference_notice(op: Op) -> Callable[..., Any]:
     """The reference, standing in for a missing kernel: says so, once a library."""
 
     def fallback(*args: Any) -> Any:
-        device = next(a for a in args if isinstance(a, torch.Tensor)).device
+        device = next(a for a in leaves_of(args) if isinstance(a, torch.Tensor)).device
         library = LIBRARIES.get(device.type)
         if library is not None and not library.loaded:
             library.warn_once(library.reason, device)
@@ -190,28 +190,41 @@ def _with_reference_notice(op: Op) -> Callable[..., Any]:
     return fallback
 
 
+def leaves_of(args: Any) -> list[Any]:
+    """The arguments in their order, those of lists one by one."""
+    return [leaf for a in args for leaf in (a if isinstance(a, list | tuple) else (a,))]
+
+
+def _in_place_of(args: tuple, leaves: list[Any]) -> list[Any]:
+    """The leaves in the form of the arguments that they are of."""
+    found = iter(leaves)
+    return [[next(found) for _ in a] if isinstance(a, list | tuple) else next(found) for a in args]
+
+
 def _gradients(op: Op, ctx: Any, *grads: torch.Tensor) -> tuple:
     """The reference's gradients at the saved inputs, so that they are the stock expression's."""
+    needed = leaves_of(ctx.needs_input_grad)
     with torch.enable_grad():
-        args = list(ctx.others)
+        leaves = leaves_of(ctx.others)
         inputs = []
         for position, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
-            args[position] = tensor.detach().requires_grad_(ctx.needs_input_grad[position])
-            inputs.append(args[position])
-        outputs = op.reference(*args)
+            leaves[position] = tensor.detach().requires_grad_(needed[position])
+            inputs.append(leaves[position])
+        outputs = op.reference(*_in_place_of(ctx.others, leaves))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-    result: list[Any] = [None] * len(args)
+    result: list[Any] = [None] * len(leaves)
     for position, tensor in zip(ctx.positions, inputs, strict=True):
         result[position] = next(found) if tensor.requires_grad else None
-    return tuple(result)
+    return tuple(_in_place_of(ctx.others, result))
 
 
 def _save_inputs(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.positions = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
-    ctx.others = [None if isinstance(a, torch.Tensor) else a for a in inputs]
-    ctx.save_for_backward(*[inputs[i] for i in ctx.positions])
+    leaves = leaves_of(inputs)
+    ctx.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    ctx.others = _in_place_of(inputs, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    ctx.save_for_backward(*[leaves[i] for i in ctx.positions])
 
 
 def register(op: Op) -> Op:

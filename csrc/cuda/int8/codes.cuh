@@ -26,8 +26,8 @@ struct Problem {
   int M, N, K, G;
 };
 
-template <typename T, typename X>
-__device__ __forceinline__ float bias_at(const Problem<X>& p, int n) {
+template <typename T, typename P>
+__device__ __forceinline__ float bias_at(const P& p, int n) {
   if (p.bias == nullptr) return 0.f;
   return p.bias_is_float ? static_cast<const float*>(p.bias)[n] : to_float(static_cast<const T*>(p.bias)[n]);
 }

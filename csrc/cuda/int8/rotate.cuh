@@ -14,14 +14,23 @@ namespace qwen_patch::cuda::int8 {
 constexpr int ROTATE_THREADS = 512, ROTATE_CHUNKS = 4;  // of a block, and of 16 elements that a lane holds: at most
 constexpr int ROTATE_LARGEST_K = ROTATE_THREADS * 16 * ROTATE_CHUNKS;
 
-// Both sides of y = x W^T in one matrix of codes: N rows of the weight, then M tokens.
+constexpr int ROTATE_WEIGHTS = 4;  // that a call may have side by side
+
+// Both sides of y = x W^T in one matrix of codes: N rows of the weights, one after the other, then M tokens.
 template <typename T>
 struct RotatedRows {
-  const int8_t* values;  // [N, K]
-  const float* scales;   // [N, G]
-  const T* x;            // [M, K]
-  int8_t* codes;         // [N + M, G * 64]
-  float* row_scales;     // [N + M]
+  struct Weight {
+    const int8_t* values;  // [rows, K]
+    const float* scales;   // [rows, G]
+    const void* bias;      // [rows], or null
+    bool bias_is_float;    // else of T
+    int first;             // of its rows
+  } weights[ROTATE_WEIGHTS];
+  int count;
+  const T* x;         // [M, K]
+  int8_t* codes;      // [N + M, G * 64]
+  float* row_scales;  // [N + M]
+  float* biases;      // [N], or null: of all weights
   int M, N, K, G;
 };
 
@@ -144,14 +153,18 @@ __global__ void __launch_bounds__(ROTATE_THREADS) rotate_rows(RotatedRows<T> p) 
   float v[CHUNKS][16], scales[CHUNKS][2];
   unsigned largest = 0;
   // The weights' scales, before the branch: inside it the compiler asks for them when the codes have come.
+  int which = 0;
+  for (int i = 1; i < p.count; ++i) which += row >= p.weights[i].first;
+  const auto& weight = p.weights[which];
+  int own = row - weight.first;
   int of = g + lane % 4 * 2, groups = m < 0 ? p.G - of : 0;
-  const float* row_scales = p.scales + static_cast<int64_t>(row) * p.G + of;
+  const float* row_scales = weight.scales + static_cast<int64_t>(own) * p.G + of;
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
     for (int i = 0; i < 2; ++i) scales[c][i] = 8 * c + i < groups ? row_scales[8 * c + i] : 1.f;
   if (m < 0) {
-    rotated_codes(p.values + static_cast<int64_t>(row) * p.K, g, p.K, v);
+    rotated_codes(weight.values + static_cast<int64_t>(own) * p.K, g, p.K, v);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
@@ -180,6 +193,7 @@ __global__ void __launch_bounds__(ROTATE_THREADS) rotate_rows(RotatedRows<T> p) 
   if (threadIdx.x == 0) {
     float scale = finite ? 0.f : __uint_as_float(0x7fffffff);
     p.row_scales[row] = counts ? __fdiv_rn(__uint_as_float(largest), 127.f * 8) : scale;
+    if (m < 0 && p.biases != nullptr) p.biases[row] = bias_at<T>(weight, own);
   }
 }
 
