@@ -180,14 +180,14 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
       normed_and_rotated<T, D>(row + q_size + head * D, epoch_in, w.k_norm, p.eps, cos, sin, s.k,
                                keys + static_cast<int64_t>(position) * D);
     } else {
-#pragma unroll 1
-      for (int d = lane; d < D; d += 32) {
-        unsigned a;
-        do a = look(row + q_size + kv_size + head * D + d);
-        while (!arrived(a, epoch_in));
-        s.v[d] = static_cast<unsigned short>(a & 0xffff);
-        values[static_cast<int64_t>(position) * D + d] = value_of<T>(a & 0xffff);
-      }
+      // Four words a lane, so that all have come at once: a word a lane at a time was D / 32 round trips, one after the
+      // other, and every block waits for them.
+      int d = min(4 * lane, D - 4);
+      int at[1] = {q_size + kv_size + head * D + d}, of[1] = {0};
+      uint2 four[1];
+      FromWords{row, 0, epoch_in}.fetch(four, of, at);
+      *reinterpret_cast<uint2*>(s.v + d) = four[0];
+      *reinterpret_cast<uint2*>(values + static_cast<int64_t>(position) * D + d) = four[0];
     }
   }
   consumers_sync();
