@@ -61,7 +61,7 @@ struct FromParts {
 
   // N times 4 values, P parts of them at a time: the flash-attention recurrence, with logarithms to base 2.
   template <int P, int N>
-  __device__ __forceinline__ void combine(uint2 (&x)[N], const int (&b)[N], int k) const {
+  __device__ __forceinline__ void combine(uint2 (&x)[N], const int (&b)[N], const int (&k)[N]) const {
     const unsigned flag = epoch << 16;
     float top[N], weight[N] = {}, sum[N][4] = {};
 #pragma unroll
@@ -79,8 +79,8 @@ struct FromParts {
 #pragma unroll
           for (int s = 0; s < P; ++s) {
             int row = min(s0 + s, splits - 1) * B + b[i];
-            v[i][s] = look_at(row, k);
-            w[i][s] = look64(weights + row * (K / D) + k / D);
+            v[i][s] = look_at(row, k[i]);
+            w[i][s] = look64(weights + row * (K / D) + k[i] / D);
           }
 #pragma unroll
         for (int i = 0; i < N; ++i)

@@ -74,20 +74,19 @@ struct Consumer {
       take<FromParts<T, D>>(source, first, n, K);
       return;
     }
-    constexpr int ROWS = ROOM == 1 ? 1 : 4, PARTS = ROOM == 1 ? 4 : 2;
-    int k0 = first * CHUNK + warp * COLUMNS;
+    // As many at a time as there are registers for: each time is a round trip.
+    if constexpr (ROOM > 1) {
 #pragma unroll 1
-    for (int c = 0; c < n && k0 < K; ++c, k0 += CHUNK)
+      for (int c = 0; c < n; ++c)
 #pragma unroll 1
-      for (int b0 = 0; b0 < p.B; b0 += ROWS) {
-        int b[ROWS], k = k0 + lane * 4;
-        uint2 v[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) b[i] = min(b0 + i, p.B - 1);
-        source.template combine<PARTS>(v, b, min(k, K - 4));
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) Kept<W>::store(x_at(c, b0 + i), b0 + i, lane, v[i], k < K);
-      }
+        for (int row = 0; row < p.B; row += 4) take_combined<2, 4>(source, first, c, row, K);
+    } else if (source.splits == 2) {
+#pragma unroll 1
+      for (int c = 0; c < n; c += 2) take_combined<2, 2>(source, first, c, 0, K);
+    } else {
+#pragma unroll 1
+      for (int c = 0; c < n; c += 2) take_combined<4, 2>(source, first, c, 0, K);
+    }
     __syncwarp();
   }
 
@@ -254,6 +253,23 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < N; ++i)
       keep(ROOM == 1 ? c + i : c, ROOM == 1 ? 0 : i, v[i], k0 + (ROOM == 1 ? i * CHUNK : 0) < K);
+  }
+
+  // The same of parts of attention, P parts at a time: of N chunks from c on, or of N rows from `row` on of chunk c.
+  template <int P, int N, int D>
+  __device__ __forceinline__ void take_combined(const FromParts<T, D>& source, int first, int c, int row, int K) {
+    int k0 = (first + c) * CHUNK + warp * COLUMNS + lane * 4, b[N], k[N];
+    uint2 v[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      b[i] = ROOM == 1 ? 0 : min(row + i, p.B - 1);
+      k[i] = min(ROOM == 1 ? k0 + i * CHUNK : k0, K - 4);
+    }
+    source.template combine<P>(v, b, k);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      Kept<W>::store(ROOM == 1 ? x_at(c + i, 0) : x_at(c, row + i), row + i, lane, v[i],
+                     k0 + (ROOM == 1 ? i * CHUNK : 0) < K);
   }
 
   // s[0] becomes the sum over the warp's lanes; of 8 rows, lane l has that of row l / 4.
