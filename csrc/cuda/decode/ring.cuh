@@ -59,18 +59,25 @@ template <typename W>
 struct Producer {
   Ring<W> ring;
   int in_flight;
+  int unasked = in_flight;     // slots that may be asked for before one asked for earlier has arrived
   Place at = {}, behind = {};  // `behind` runs in_flight slots behind `at`
-  int issued = 0;
+
+  // From here on at least so many.
+  __device__ __forceinline__ void let_fly(int slots) {
+    int more = max(0, min(slots, ring.count) - in_flight);
+    in_flight += more, unasked += more;
+  }
 
   // Rows [row, row + n) of a weight of V, W or 16 bits, of K columns; columns [k0, end) of them, as many as a slot
   // holds.
   template <typename V>
   __device__ void octet(const Matrix& weight, int row, int n, int K, int k0, int end) {
-    if (issued >= in_flight) {
+    if (unasked > 0) {
+      --unasked;
+    } else {
       barrier_wait(ring.full(behind.slot), behind.parity);
       behind.next(ring.count);
     }
-    ++issued;
     barrier_wait(ring.empty(at.slot), at.parity ^ 1);
     int columns = min(end - k0, SLOT_CHUNKS<V> * CHUNK);
     copy(static_cast<const V*>(weight.values) + static_cast<int64_t>(row) * K + k0, n, K, columns);

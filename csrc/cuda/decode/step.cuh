@@ -15,6 +15,9 @@ namespace qwen_patch::cuda::decode {
 constexpr int EXCHANGES_A_LAYER = 5;
 constexpr int MAX_BATCH = 8;
 constexpr int THREADS = CONSUMER_THREADS + 32;
+// Bytes of the head that a multiprocessor waits for at least: it is one long read with nothing to exchange in between,
+// which what is best for a small model's layers would not keep going.
+constexpr int HEAD_IN_FLIGHT = 3 * 8 * 2 * CHUNK;
 
 struct Best {
   float value;
@@ -116,7 +119,11 @@ __device__ void produce(const Step<T>& p, const Shares& mine, Producer<W>& to) {
   // Bulk copies of a 16-bit head go where the scales of int8 layers have been, which were not bulk copies.
   if constexpr (sizeof(W) == 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-  with_type_of_head<T, W>(p, [&](auto type) { all(type, Rows::one(p.lm_head, mine.vocabulary), p.H, WHOLE); });
+  with_type_of_head<T, W>(p, [&](auto type) {
+    using V = decltype(type);
+    to.let_fly(HEAD_IN_FLIGHT / (8 * static_cast<int>(sizeof(V)) * min(p.H, SLOT_CHUNKS<V> * CHUNK)));
+    all(type, Rows::one(p.lm_head, mine.vocabulary), p.H, WHOLE);
+  });
 }
 
 // What the warps of a block share, in shared memory.
