@@ -136,9 +136,10 @@ struct Consumer {
   }
 
   // Adds a tile's products over one slot's columns to c, in two sums. chunks: that are left of the phase; columns: from
-  // this warp's first one on. `second`: whether the tile has its second octet.
+  // this warp's first one on. `second`: whether the tile has its second octet. kept, anew: KeptInput::products.
   template <typename V>
-  __device__ __forceinline__ void dot(float (&c)[2][4], int chunk_of_x, int chunks, int columns, bool second) {
+  __device__ __forceinline__ void dot(float (&c)[2][4], int chunk_of_x, int chunks, int columns, bool second,
+                                      typename Kept<V>::OfInput& kept, bool anew) {
     int g8 = lane >> 2;
     constexpr int BYTES = sizeof(V);
     unsigned in_slot = g8 * ROW_PITCH + warp * (BYTES * COLUMNS) + (lane & 3) * 16;
@@ -156,7 +157,7 @@ struct Consumer {
       unsigned scales = SCALES + g8 * SCALE_PITCH + warp * (4 * COLUMNS / GROUP) - in_slot;
 #pragma unroll 1
       for (int i = 0; i < min(chunks, SLOT_CHUNKS<V>); ++i) {
-        Kept<V>::products(c, row, row2, my_x, lane, row + scales, row2 + scales, columns / GROUP);
+        Kept<V>::products(c, row, row2, my_x, lane, scales, columns / GROUP, second, kept, anew);
         row += CHUNK, row2 += CHUNK, scales -= CHUNK - 4 * CHUNK / GROUP;
         my_x += X_PITCH<W> << SHIFT, columns -= CHUNK;
       }
@@ -194,13 +195,14 @@ struct Consumer {
   // The products of tiles [t0, t0 + n) over the `chunks` chunks from `first` on, whose input is kept.
   template <typename V>
   __device__ __forceinline__ void products(int t0, int n, int octets, int first, int chunks, int K, bool add) {
+    typename Kept<V>::OfInput kept = {};
 #pragma unroll 1
     for (int t = 0; t < n; ++t) {
       float c[2][4] = {};
       int columns = K - first * CHUNK - warp * COLUMNS;
 #pragma unroll 1
       for (int i = 0; i < chunks; i += SLOT_CHUNKS<V>, columns -= SLOT_CHUNKS<V> * CHUNK)
-        dot<V>(c, i, chunks - i, columns, 2 * (t0 + t) + 1 < octets);
+        dot<V>(c, i, chunks - i, columns, 2 * (t0 + t) + 1 < octets, kept, t == 0 || chunks > 1);
       keep<V>(t, c, add);
     }
   }

@@ -15,10 +15,14 @@ enum class Code : int8_t {};
 
 // V: the weights' type. ROOM: rows of the batch that there is room for.
 // store(): a lane's 4 values of row b of the batch, called by a whole warp; `there`: whether the lane has any.
-// products(): adds to c, in two sums; x: of this lane's row of the batch. result(): sum number i, by a whole warp.
+// products(): adds to c, in two sums; row, row2: of this lane's rows of the two octets, whose scales lie `scales`
+// beyond them; x: of its row of the batch; both: whether the tile has its second octet. OfInput: what depends on x
+// alone, kept from one tile to the next; `anew`: it is another x than in the last call. result(): sum number i, by a
+// whole warp.
 template <typename T, typename V, int ROOM>
 struct KeptInput {
   static_assert(std::is_same_v<V, T>);
+  struct OfInput {};
 
   // Odd rows of the batch keep their halves of 128 bytes swapped: a fragment's read covers two rows.
   static __device__ __forceinline__ void store(unsigned at, int b, int lane, uint2 v, bool there) {
@@ -73,33 +77,66 @@ struct KeptInput<T, int8_t, ROOM> {
     if (there) store64(at + ((lane * 8) ^ ((b & 1) << 4)), v);
   }
 
-  // Over `groups` of 64 columns, at most two, of rows whose scales lie at scales and scales2.
+  // 128 of each group's x, to be taken off; of this lane's two columns of the product.
+  struct OfInput {
+    float off[2][2];
+  };
+
+  // Over `groups` of 64 columns, at most two.
   static __device__ __forceinline__ void products(float (&c)[2][4], unsigned row, unsigned row2, unsigned x, int lane,
-                                                  unsigned scales, unsigned scales2, int groups) {
+                                                  unsigned scales, int groups, bool both, OfInput& kept, bool anew) {
     int swapped = ((lane >> 2) & (ROOM - 1) & 1) << 4;
     unsigned first = x + (lane & 3) * 32 + swapped, second = x + (lane & 3) * 32 + 16 - swapped;
-    auto add = [&](const uint4& A, const uint4& A2, const uint4& X, const uint4& X2, unsigned scale, unsigned scale2) {
+    constexpr unsigned O = int8::MINUS_128;
+    constexpr uint4 OFF = {O, O, O, O};
+    auto take_off = [&](int group, const uint4& X, const uint4& X2) {
       float sums[2][4] = {};
-      constexpr unsigned O = int8::MINUS_128;
-      constexpr uint4 OFF = {O, O, O, O};
       In16Bits::multiply(sums, OFF, OFF, X);
       In16Bits::multiply(sums, OFF, OFF, X2);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) kept.off[group][i] = sums[0][i] + sums[1][i];
+    };
+    auto add = [&](int group, const uint4& A, const uint4& A2, const uint4& X, const uint4& X2, unsigned scale,
+                   unsigned scale2) {
+      const float (&off)[2] = kept.off[group];
+      float sums[2][4] = {{off[0], off[1], off[0], off[1]}};
       In16Bits::multiply(sums, int8::plus_128({A.x, A.y}), int8::plus_128({A2.x, A2.y}), X);
       In16Bits::multiply(sums, int8::plus_128({A.z, A.w}), int8::plus_128({A2.z, A2.w}), X2);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; ++i) c[group][i] += __uint_as_float(i < 2 ? scale : scale2) * (sums[0][i] + sums[1][i]);
+    };
+    // Without a second octet its rows of the product take the 128 off.
+    auto add_one = [&](int group, const uint4& A, const uint4& X, const uint4& X2, unsigned scale) {
+      float sums[2][4] = {};
+      In16Bits::multiply(sums, int8::plus_128({A.x, A.y}), OFF, X);
+      In16Bits::multiply(sums, int8::plus_128({A.z, A.w}), OFF, X2);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) c[j][i] += __uint_as_float(i < 2 ? scale : scale2) * sums[j][i];
+      for (int i = 0; i < 2; ++i)
+        c[group][i] += __uint_as_float(scale) * ((sums[0][i] + sums[0][i + 2]) + (sums[1][i] + sums[1][i + 2]));
     };
     if (groups >= 2) {
-      uint4 A = load128(row), A2 = load128(row2), X = load128(first), X2 = load128(second);
-      uint2 s = load64(scales), s2 = load64(scales2);
-      uint4 B = load128(row + 64), B2 = load128(row2 + 64), Y = load128(first + 128), Y2 = load128(second + 128);
-      add(A, A2, X, X2, s.x, s2.x);
-      add(B, B2, Y, Y2, s.y, s2.y);
+      uint4 A = load128(row), X = load128(first), X2 = load128(second);
+      uint4 B = load128(row + 64), Y = load128(first + 128), Y2 = load128(second + 128);
+      uint2 s = load64(row + scales);
+      if (both) {
+        uint4 A2 = load128(row2), B2 = load128(row2 + 64);
+        uint2 s2 = load64(row2 + scales);
+        if (anew) take_off(0, X, X2), take_off(1, Y, Y2);
+        add(0, A, A2, X, X2, s.x, s2.x);
+        add(1, B, B2, Y, Y2, s.y, s2.y);
+      } else {
+        add_one(0, A, X, X2, s.x);
+        add_one(1, B, Y, Y2, s.y);
+      }
     } else if (groups == 1) {
-      uint4 A = load128(row), A2 = load128(row2), X = load128(first), X2 = load128(second);
-      add(A, A2, X, X2, load64(scales).x, load64(scales2).x);
+      uint4 A = load128(row), X = load128(first), X2 = load128(second);
+      unsigned s = load32(row + scales);
+      if (both) {
+        if (anew) take_off(0, X, X2);
+        add(0, A, load128(row2), X, X2, s, load32(row2 + scales));
+      } else {
+        add_one(0, A, X, X2, s);
+      }
     }
   }
 
@@ -114,6 +151,7 @@ struct KeptInput<T, int8_t, ROOM> {
 template <typename T>
 struct KeptInput<T, Code, 1> {
   static constexpr int UNIT_AT = 2 * int8::DIGITS * GROUP;
+  struct OfInput {};
 
   static __device__ __forceinline__ void store(unsigned at, int, int lane, uint2 v, bool there) {
     float2 lo = unpack2<T>(v.x), hi = unpack2<T>(v.y);
@@ -133,7 +171,7 @@ struct KeptInput<T, Code, 1> {
   }
 
   static __device__ __forceinline__ void products(float (&c)[2][4], unsigned row, unsigned row2, unsigned x, int lane,
-                                                  unsigned scales, unsigned scales2, int groups) {
+                                                  unsigned scales, int groups, bool, OfInput&, bool) {
     unsigned digit = x + min(lane >> 2, int8::DIGITS - 1) * GROUP + (lane & 3) * 16;
     auto add = [&](int j, const uint4& A, const uint4& A2, const uint4& X, float scale, float scale2) {
       int sums[4];
@@ -145,14 +183,14 @@ struct KeptInput<T, Code, 1> {
     if (groups >= 2) {
       uint4 A = load128(row), A2 = load128(row2), X = load128(digit);
       uint4 B = load128(row + GROUP), B2 = load128(row2 + GROUP), Y = load128(digit + int8::DIGITS * GROUP);
-      uint2 s = load64(scales), s2 = load64(scales2);
+      uint2 s = load64(row + scales), s2 = load64(row2 + scales);
       float unit = __uint_as_float(load32(x + UNIT_AT));
       add(0, A, A2, X, __uint_as_float(s.x) * unit, __uint_as_float(s2.x) * unit);
       add(1, B, B2, Y, __uint_as_float(s.y) * unit, __uint_as_float(s2.y) * unit);
     } else if (groups == 1) {
       uint4 A = load128(row), A2 = load128(row2), X = load128(digit);
       float unit = __uint_as_float(load32(x + UNIT_AT));
-      add(0, A, A2, X, __uint_as_float(load64(scales).x) * unit, __uint_as_float(load64(scales2).x) * unit);
+      add(0, A, A2, X, __uint_as_float(load32(row + scales)) * unit, __uint_as_float(load32(row2 + scales)) * unit);
     }
   }
 
