@@ -38,7 +38,7 @@ struct Consumer {
   Place at = {};
   int flip = 0;
 
-  // Called where a stage begins: what follows is computed there, not before the loop over the layers and kept.
+  // Called where a stage or a tile begins: what follows is computed there, not before the loop and kept.
   __device__ __forceinline__ void begin_stage() { asm volatile("" : "+r"(lane), "+r"(warp), "+r"(x), "+r"(ring.at)); }
 
   __device__ __forceinline__ unsigned x_at(int chunk, int b) const { return x + ((chunk << SHIFT) + b) * X_PITCH<W>; }
@@ -135,40 +135,30 @@ struct Consumer {
     __syncwarp();
   }
 
-  // Adds a tile's products over one slot's columns to c, in two sums. chunks: that are left of the phase; columns: from
-  // this warp's first one on. `second`: whether the tile has its second octet. kept, anew: KeptInput::products.
+  // A tile's weights of this warp's columns of chunk i of a phase of `chunks`, from the ring into registers: as early
+  // as may be, before the input is there or the products before are done. `both`: whether the tile has its second
+  // octet.
   template <typename V>
-  __device__ __forceinline__ void dot(float (&c)[2][4], int chunk_of_x, int chunks, int columns, bool second,
-                                      typename Kept<V>::OfInput& kept, bool anew) {
-    int g8 = lane >> 2;
-    constexpr int BYTES = sizeof(V);
-    unsigned in_slot = g8 * ROW_PITCH + warp * (BYTES * COLUMNS) + (lane & 3) * 16;
-    unsigned row = ring.slot(at.slot) + in_slot, first_empty = ring.empty(at.slot);
-    barrier_wait(ring.full(at.slot), at.parity);
-    at.next(ring.count);
-    unsigned row2 = row, second_empty = first_empty;
-    if (second) {
-      row2 = ring.slot(at.slot) + in_slot, second_empty = ring.empty(at.slot);
+  __device__ __forceinline__ void fetch(typename Kept<V>::Weights& w, int i, int chunks, bool both) {
+    int g8 = lane >> 2, of_slot = i & (SLOT_CHUNKS<V> - 1);
+    Place other = at;
+    if (both) other.next(ring.count);
+    if (of_slot == 0) {
       barrier_wait(ring.full(at.slot), at.parity);
-      at.next(ring.count);
+      if (both) barrier_wait(ring.full(other.slot), other.parity);
     }
-    unsigned my_x = x_at(chunk_of_x, g8 & (ROOM - 1));
-    if constexpr (BYTES == 1) {
-      unsigned scales = SCALES + g8 * SCALE_PITCH + warp * (4 * COLUMNS / GROUP) - in_slot;
-#pragma unroll 1
-      for (int i = 0; i < min(chunks, SLOT_CHUNKS<V>); ++i) {
-        Kept<V>::products(c, row, row2, my_x, lane, scales, columns / GROUP, second, kept, anew);
-        row += CHUNK, row2 += CHUNK, scales -= CHUNK - 4 * CHUNK / GROUP;
-        my_x += X_PITCH<W> << SHIFT, columns -= CHUNK;
-      }
-    } else {
-      Kept<V>::products(c, row, row2, my_x, lane, columns >> 5);
-    }
+    unsigned in_slot =
+        g8 * ROW_PITCH + warp * (static_cast<int>(sizeof(V)) * COLUMNS) + (lane & 3) * 16 + of_slot * CHUNK;
+    unsigned scales = SCALES + g8 * SCALE_PITCH + (warp * COLUMNS + of_slot * CHUNK) * 4 / GROUP - in_slot;
+    Kept<V>::load(w, ring.slot(at.slot) + in_slot, ring.slot(other.slot) + in_slot, scales);
+    if (of_slot != SLOT_CHUNKS<V> - 1 && i != chunks - 1) return;
     __syncwarp();
     if (lane == 0) {
-      barrier_arrive(first_empty);
-      if (second) barrier_arrive(second_empty);
+      barrier_arrive(ring.empty(at.slot));
+      if (both) barrier_arrive(ring.empty(other.slot));
     }
+    at = other;
+    at.next(ring.count);
   }
 
   __device__ __forceinline__ float* sum_at(int tile, int row, int b) const {
@@ -192,32 +182,46 @@ struct Consumer {
     return ((v.x + v.y) + (v.z + v.w)) + ((w.x + w.y) + (w.z + w.w));
   }
 
-  // The products of tiles [t0, t0 + n) over the `chunks` chunks from `first` on, whose input is kept.
+  // The products of tiles [t0, t0 + n) over the `chunks` chunks from `first` on, whose input is kept. w: the first of
+  // their weights.
   template <typename V>
-  __device__ __forceinline__ void products(int t0, int n, int octets, int first, int chunks, int K, bool add) {
+  __device__ __forceinline__ void products(typename Kept<V>::Weights& w, int t0, int n, int octets, int first,
+                                           int chunks, int K, bool add) {
+    constexpr int UNIT = sizeof(V) == 1 ? GROUP : 32;
     typename Kept<V>::OfInput kept = {};
 #pragma unroll 1
     for (int t = 0; t < n; ++t) {
+      begin_stage();
       float c[2][4] = {};
       int columns = K - first * CHUNK - warp * COLUMNS;
 #pragma unroll 1
-      for (int i = 0; i < chunks; i += SLOT_CHUNKS<V>, columns -= SLOT_CHUNKS<V> * CHUNK)
-        dot<V>(c, i, chunks - i, columns, 2 * (t0 + t) + 1 < octets, kept, t == 0 || chunks > 1);
+      for (int i = 0; i < chunks; ++i, columns -= CHUNK) {
+        auto x = Kept<V>::input(x_at(i, (lane >> 2) & (ROOM - 1)), lane);
+        typename Kept<V>::Weights now = w;
+        bool last = i == chunks - 1;
+        int tile = t0 + t, next = tile + last;
+        if (next < t0 + n) fetch<V>(w, last ? 0 : i + 1, chunks, 2 * next + 1 < octets);
+        Kept<V>::products(c, now, x, columns / UNIT, 2 * tile + 1 < octets, kept, t == 0 || chunks > 1);
+      }
       keep<V>(t, c, add);
     }
   }
 
-  // A stage whose input was normed, and so is all there: group of tiles after group of tiles. finish(tile of the stage,
+  // A stage whose input is normed, and so is all there: group of tiles after group of tiles. finish(tile of the stage,
   // tile of the group, row 0..15, b) is called once for every output, by one thread.
   template <typename V, typename F>
-  __device__ __forceinline__ void tiles(int octets, int K, F&& finish) {
+  __device__ __forceinline__ void normed(const FromWords& source, const T* norm, int octets, int K, F&& finish) {
     begin_stage();
     int count = (octets + 1) / 2, chunks = chunks_of(K);
+    typename Kept<V>::Weights w;
+    fetch<V>(w, 0, chunks, octets > 1);
+    take_normed<V>(source, norm, K);
 #pragma unroll 1
     for (int t0 = 0; t0 < count; t0 += p.tile_group) {
       int n = min(p.tile_group, count - t0);
+      if (t0 > 0) fetch<V>(w, 0, chunks, 2 * t0 + 1 < octets);
       flip = sums_size - flip;
-      products<V>(t0, n, octets, 0, chunks, K, false);
+      products<V>(w, t0, n, octets, 0, chunks, K, false);
       consumers_sync();
       finish_group(t0, n, finish);
     }
@@ -232,8 +236,10 @@ struct Consumer {
 #pragma unroll 1
     for (int first = 0; first < total; first += p.x_chunks) {
       int n = min(p.x_chunks, total - first);
+      typename Kept<W>::Weights w;
+      fetch<W>(w, 0, n, octets > 1);
       take(source, first, n, K);
-      products<W>(0, count, octets, first, n, K, first > 0);
+      products<W>(w, 0, count, octets, first, n, K, first > 0);
     }
     consumers_sync();
     finish_group(0, count, finish);

@@ -15,10 +15,10 @@ enum class Code : int8_t {};
 
 // V: the weights' type. ROOM: rows of the batch that there is room for.
 // store(): a lane's 4 values of row b of the batch, called by a whole warp; `there`: whether the lane has any.
-// products(): adds to c, in two sums; row, row2: of this lane's rows of the two octets, whose scales lie `scales`
-// beyond them; x: of its row of the batch; both: whether the tile has its second octet. OfInput: what depends on x
-// alone, kept from one tile to the next; `anew`: it is another x than in the last call. result(): sum number i, by a
-// whole warp.
+// Weights, load(): what a lane has of a tile, whose rows of the two octets are at row and row2, and their scales
+// `scales` beyond them. Input, input(): the same of its row of the batch. products(): of both, added to c, in two sums;
+// both: whether the tile has its second octet. OfInput: what depends on the input alone, kept from one tile to the
+// next; `anew`: it is another input than in the last call. result(): sum number i, by a whole warp.
 template <typename T, typename V, int ROOM>
 struct KeptInput {
   static_assert(std::is_same_v<V, T>);
@@ -29,25 +29,31 @@ struct KeptInput {
     if (there) store64(at + ((lane * 8) ^ ((b & 1) << 6)), v);
   }
 
-  // Over `groups` of 32 columns, at most four.
-  static __device__ __forceinline__ void products(float (&c)[2][4], unsigned row, unsigned row2, unsigned x, int lane,
-                                                  int groups) {
+  struct Weights {
+    uint4 A[4], A2[4];
+  };
+  struct Input {
+    uint4 X[4];
+  };
+  static __device__ __forceinline__ void load(Weights& w, unsigned row, unsigned row2, unsigned) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) w.A[j] = load128(row + j * 64), w.A2[j] = load128(row2 + j * 64);
+  }
+  static __device__ __forceinline__ Input input(unsigned x, int lane) {
     int swapped = ((lane >> 2) & (ROOM - 1) & 1) << 6;
     unsigned even = x + (lane & 3) * 16 + swapped, odd = x + (lane & 3) * 16 - swapped;
+    return {{load128(even), load128(odd + 64), load128(even + 128), load128(odd + 192)}};
+  }
+  // Over `groups` of 32 columns, at most four.
+  static __device__ __forceinline__ void products(float (&c)[2][4], const Weights& w, const Input& x, int groups, bool,
+                                                  OfInput&, bool) {
     if (groups >= 4) {
-      uint4 A[4], A2[4], X[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        A[j] = load128(row + j * 64);
-        A2[j] = load128(row2 + j * 64);
-        X[j] = load128((j & 1 ? odd : even) + j * 64);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) multiply(c, A[j], A2[j], X[j]);
+      for (int j = 0; j < 4; ++j) multiply(c, w.A[j], w.A2[j], x.X[j]);
     } else {
-#pragma unroll 1
-      for (int j = 0; j < groups; ++j)
-        multiply(c, load128(row + j * 64), load128(row2 + j * 64), load128((j & 1 ? odd : even) + j * 64));
+#pragma unroll
+      for (int j = 0; j < 3; ++j)
+        if (j < groups) multiply(c, w.A[j], w.A2[j], x.X[j]);
     }
   }
 
@@ -57,6 +63,17 @@ struct KeptInput {
   static __device__ __forceinline__ void multiply(float (&c)[2][4], const uint4& A, const uint4& A2, const uint4& X) {
     mma<T>(c[0], A.x, A2.x, A.y, A2.y, X.x, X.y);
     mma<T>(c[1], A.z, A2.z, A.w, A2.w, X.z, X.w);
+  }
+};
+
+// What a lane has of a tile of int8 weights: of its rows of the two octets 16 codes of each group of 64 columns, and
+// the groups' scales.
+struct CodesOfTile {
+  uint4 A, A2, B, B2;
+  uint2 s, s2;
+  __device__ __forceinline__ void load(unsigned row, unsigned row2, unsigned scales) {
+    A = load128(row), A2 = load128(row2), B = load128(row + GROUP), B2 = load128(row2 + GROUP);
+    s = load64(row + scales), s2 = load64(row2 + scales);
   }
 };
 
@@ -82,11 +99,21 @@ struct KeptInput<T, int8_t, ROOM> {
     float off[2][2];
   };
 
-  // Over `groups` of 64 columns, at most two.
-  static __device__ __forceinline__ void products(float (&c)[2][4], unsigned row, unsigned row2, unsigned x, int lane,
-                                                  unsigned scales, int groups, bool both, OfInput& kept, bool anew) {
+  using Weights = CodesOfTile;
+  struct Input {
+    uint4 X, X2, Y, Y2;
+  };
+  static __device__ __forceinline__ void load(Weights& w, unsigned row, unsigned row2, unsigned scales) {
+    w.load(row, row2, scales);
+  }
+  static __device__ __forceinline__ Input input(unsigned x, int lane) {
     int swapped = ((lane >> 2) & (ROOM - 1) & 1) << 4;
     unsigned first = x + (lane & 3) * 32 + swapped, second = x + (lane & 3) * 32 + 16 - swapped;
+    return {load128(first), load128(second), load128(first + 128), load128(second + 128)};
+  }
+  // Over `groups` of 64 columns, at most two.
+  static __device__ __forceinline__ void products(float (&c)[2][4], const Weights& w, const Input& x, int groups,
+                                                  bool both, OfInput& kept, bool anew) {
     constexpr unsigned O = int8::MINUS_128;
     constexpr uint4 OFF = {O, O, O, O};
     auto take_off = [&](int group, const uint4& X, const uint4& X2) {
@@ -114,29 +141,20 @@ struct KeptInput<T, int8_t, ROOM> {
       for (int i = 0; i < 2; ++i)
         c[group][i] += __uint_as_float(scale) * ((sums[0][i] + sums[0][i + 2]) + (sums[1][i] + sums[1][i + 2]));
     };
-    if (groups >= 2) {
-      uint4 A = load128(row), X = load128(first), X2 = load128(second);
-      uint4 B = load128(row + 64), Y = load128(first + 128), Y2 = load128(second + 128);
-      uint2 s = load64(row + scales);
+    if (both && anew) take_off(0, x.X, x.X2), take_off(1, x.Y, x.Y2);
+    if (groups >= 2) {  // as one block, so that the two groups' products are under way together
       if (both) {
-        uint4 A2 = load128(row2), B2 = load128(row2 + 64);
-        uint2 s2 = load64(row2 + scales);
-        if (anew) take_off(0, X, X2), take_off(1, Y, Y2);
-        add(0, A, A2, X, X2, s.x, s2.x);
-        add(1, B, B2, Y, Y2, s.y, s2.y);
+        add(0, w.A, w.A2, x.X, x.X2, w.s.x, w.s2.x);
+        add(1, w.B, w.B2, x.Y, x.Y2, w.s.y, w.s2.y);
       } else {
-        add_one(0, A, X, X2, s.x);
-        add_one(1, B, Y, Y2, s.y);
+        add_one(0, w.A, x.X, x.X2, w.s.x);
+        add_one(1, w.B, x.Y, x.Y2, w.s.y);
       }
     } else if (groups == 1) {
-      uint4 A = load128(row), X = load128(first), X2 = load128(second);
-      unsigned s = load32(row + scales);
-      if (both) {
-        if (anew) take_off(0, X, X2);
-        add(0, A, load128(row2), X, X2, s, load32(row2 + scales));
-      } else {
-        add_one(0, A, X, X2, s);
-      }
+      if (both)
+        add(0, w.A, w.A2, x.X, x.X2, w.s.x, w.s2.x);
+      else
+        add_one(0, w.A, x.X, x.X2, w.s.x);
     }
   }
 
@@ -170,9 +188,20 @@ struct KeptInput<T, Code, 1> {
     if (lane == 0) store32(at + UNIT_AT, __float_as_uint(of.unit));
   }
 
-  static __device__ __forceinline__ void products(float (&c)[2][4], unsigned row, unsigned row2, unsigned x, int lane,
-                                                  unsigned scales, int groups, bool, OfInput&, bool) {
+  using Weights = CodesOfTile;
+  struct Input {
+    uint4 X, Y;
+    float unit;
+  };
+  static __device__ __forceinline__ void load(Weights& w, unsigned row, unsigned row2, unsigned scales) {
+    w.load(row, row2, scales);
+  }
+  static __device__ __forceinline__ Input input(unsigned x, int lane) {
     unsigned digit = x + min(lane >> 2, int8::DIGITS - 1) * GROUP + (lane & 3) * 16;
+    return {load128(digit), load128(digit + int8::DIGITS * GROUP), __uint_as_float(load32(x + UNIT_AT))};
+  }
+  static __device__ __forceinline__ void products(float (&c)[2][4], const Weights& w, const Input& x, int groups, bool,
+                                                  OfInput&, bool) {
     auto add = [&](int j, const uint4& A, const uint4& A2, const uint4& X, float scale, float scale2) {
       int sums[4];
       mma_int8(sums, A.x, A2.x, A.y, A2.y, X.x, X.y, int8::MAGIC_BITS);
@@ -180,17 +209,12 @@ struct KeptInput<T, Code, 1> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) c[j][i] += (i < 2 ? scale : scale2) * (__int_as_float(sums[i]) - int8::MAGIC);
     };
+    auto scale = [&](unsigned bits) { return __uint_as_float(bits) * x.unit; };
     if (groups >= 2) {
-      uint4 A = load128(row), A2 = load128(row2), X = load128(digit);
-      uint4 B = load128(row + GROUP), B2 = load128(row2 + GROUP), Y = load128(digit + int8::DIGITS * GROUP);
-      uint2 s = load64(row + scales), s2 = load64(row2 + scales);
-      float unit = __uint_as_float(load32(x + UNIT_AT));
-      add(0, A, A2, X, __uint_as_float(s.x) * unit, __uint_as_float(s2.x) * unit);
-      add(1, B, B2, Y, __uint_as_float(s.y) * unit, __uint_as_float(s2.y) * unit);
+      add(0, w.A, w.A2, x.X, scale(w.s.x), scale(w.s2.x));
+      add(1, w.B, w.B2, x.Y, scale(w.s.y), scale(w.s2.y));
     } else if (groups == 1) {
-      uint4 A = load128(row), A2 = load128(row2), X = load128(digit);
-      float unit = __uint_as_float(load32(x + UNIT_AT));
-      add(0, A, A2, X, __uint_as_float(load32(row + scales)) * unit, __uint_as_float(load32(row2 + scales)) * unit);
+      add(0, w.A, w.A2, x.X, scale(w.s.x), scale(w.s2.x));
     }
   }
 

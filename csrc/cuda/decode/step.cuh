@@ -183,16 +183,16 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
   for (int layer = 0; layer < p.layer_count; ++layer) {
     const LayerWeights<T>& w = block.table[layer];
     int exchange = EXCHANGES_A_LAYER * layer + 1;
-    me.template take_normed<W>(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, p.H);
-    me.template tiles<W>(qkv_octets, p.H, [&](int tile, int in_group, int row, int b) {
-      int route = block.routes[tile * 16 + row];
-      if (route < 0) return;
-      int at = route & ((1 << MATRIX) - 1), matrix = route >> MATRIX;
-      float y = me.sum(in_group, row, b);
-      if (const T* bias = matrix == 0 ? w.q_bias : matrix == 1 ? w.k_bias : w.v_bias)
-        y += to_float(bias[at - (matrix == 0 ? 0 : matrix == 1 ? q_size : q_size + kv_size)]);
-      put(p.qkv + b * qkv_size + at, from_float<T>(y), epoch(exchange));
-    });
+    me.template normed<W>(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, qkv_octets, p.H,
+                          [&](int tile, int in_group, int row, int b) {
+                            int route = block.routes[tile * 16 + row];
+                            if (route < 0) return;
+                            int at = route & ((1 << MATRIX) - 1), matrix = route >> MATRIX;
+                            float y = me.sum(in_group, row, b);
+                            if (const T* bias = matrix == 0 ? w.q_bias : matrix == 1 ? w.k_bias : w.v_bias)
+                              y += to_float(bias[at - (matrix == 0 ? 0 : matrix == 1 ? q_size : q_size + kv_size)]);
+                            put(p.qkv + b * qkv_size + at, from_float<T>(y), epoch(exchange));
+                          });
 
     attention<T, W, D, SHIFT>(p, w, me, *block.scratch, block.partial, block.partial_floats, mine, layer,
                               epoch(exchange), epoch(exchange + 1));
@@ -200,13 +200,14 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
     me.phases(FromParts<T, D>{p.parts, p.part_weights, p.B, q_size, mine.splits, epoch(exchange + 1)},
               Rows::octets_of(hidden), q_size, into_residual(epoch(exchange + 2)));
 
-    me.template take_normed<W>(FromWords{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, p.H);
-    me.template tiles<W>(2 * Rows::octets_of(inner), p.H, [&](int tile, int in_group, int row, int b) {
-      int local = tile * 8 + row;
-      if (row >= 8 || local >= inner.count) return;
-      T gate = from_float<T>(me.sum(in_group, row, b)), up = from_float<T>(me.sum(in_group, row + 8, b));
-      put(p.activation + b * p.I + inner.first + local, silu_mul_one(gate, up), epoch(exchange + 3));
-    });
+    me.template normed<W>(
+        FromWords{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, 2 * Rows::octets_of(inner), p.H,
+        [&](int tile, int in_group, int row, int b) {
+          int local = tile * 8 + row;
+          if (row >= 8 || local >= inner.count) return;
+          T gate = from_float<T>(me.sum(in_group, row, b)), up = from_float<T>(me.sum(in_group, row + 8, b));
+          put(p.activation + b * p.I + inner.first + local, silu_mul_one(gate, up), epoch(exchange + 3));
+        });
 
     me.phases(FromWords{p.activation, p.I, epoch(exchange + 3)}, Rows::octets_of(hidden), p.I,
               into_residual(epoch(exchange + 4)));
@@ -223,8 +224,8 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
     if (better(logit, best)) best = logit;
   };
   with_type_of_head<T, W>(p, [&](auto type) {
-    me.template take_normed<decltype(type)>(FromWords{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm, p.H);
-    me.template tiles<decltype(type)>(Rows::octets_of(vocabulary), p.H, logit_of);
+    me.template normed<decltype(type)>(FromWords{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm,
+                                       Rows::octets_of(vocabulary), p.H, logit_of);
   });
 
   // A thread has met one row of the batch only: the threads are a multiple of it.
