@@ -61,6 +61,7 @@ __device__ __forceinline__ uint4 stream128(const void* p) {
   return v;
 }
 __device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // True in one lane of a warp all of which calls it. The compiler then knows that what follows is one thread's, where an
 // instruction takes its operands from the whole warp: `lane == 0` gets a loop over lanes.

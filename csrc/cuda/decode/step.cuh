@@ -83,6 +83,25 @@ __device__ __forceinline__ void with_type_of_head(const Step<T>& p, F&& f) {
   f(T{});
 }
 
+// Brings into L2 what the attention of a layer reads first, by the warp that fills the ring, which is ahead of the
+// others: the first keys and values of each warp, the norms of q and k.
+template <typename T, int D>
+__device__ __forceinline__ void attention_soon(const Step<T>& p, const LayerWeights<T>& w, const Shares& mine,
+                                               int layer) {
+  constexpr int LINE = 128 / static_cast<int>(sizeof(T));
+  if (mine.part < 0) return;
+  int64_t plane = static_cast<int64_t>(p.capacity) * D;
+  const T* keys = p.cache + ((static_cast<int64_t>(layer) * 2 * p.B + mine.b) * p.kv_heads + mine.head) * plane +
+                  static_cast<int64_t>(mine.begin) * D;
+  int count = min(mine.end - mine.begin, 16 * CONSUMERS) * D, lane = static_cast<int>(threadIdx.x) & 31;
+#pragma unroll 1
+  for (int i = lane * LINE; i < count; i += 32 * LINE) {
+    prefetch_l2(keys + i);
+    prefetch_l2(keys + static_cast<int64_t>(p.B) * p.kv_heads * plane + i);
+  }
+  if (w.q_norm && lane * LINE < D) prefetch_l2(w.q_norm + lane * LINE), prefetch_l2(w.k_norm + lane * LINE);
+}
+
 template <typename T, typename W, int D>
 __device__ void produce(const Step<T>& p, const Shares& mine, Producer<W>& to) {
   // In the order of Consumer::tiles (all chunks of a tile) and of Consumer::phases (those of a phase, tile after tile).
@@ -106,6 +125,7 @@ __device__ void produce(const Step<T>& p, const Shares& mine, Producer<W>& to) {
 #pragma unroll 1
   for (int layer = 0; layer < p.layer_count; ++layer) {
     LayerWeights<T> w = p.layers[layer];
+    attention_soon<T, D>(p, w, mine, layer);
 #pragma unroll 1
     for (int stage = 0; stage < 4; ++stage) {  // a loop, so that the code of an octet is there once
       Rows rows = qkv_rows(w, mine);
