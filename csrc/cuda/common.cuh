@@ -138,12 +138,14 @@ template <typename T>
 __device__ __forceinline__ float to_float(T x) {
   return static_cast<float>(x);
 }
+// A bfloat16 is rounded as the lower of a pair, which is one instruction of the arithmetic pipe (F2FP); by itself it
+// would go to the pipe of the conversions (F2F).
 template <typename T>
 __device__ __forceinline__ T from_float(float x) {
   if constexpr (std::is_same_v<T, float>)
     return x;
   else if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    return __float2bfloat16_rn(x);
+    return __low2bfloat16(__floats2bfloat162_rn(x, 0.f));
   else
     return __float2half_rn(x);
 }
