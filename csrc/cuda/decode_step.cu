@@ -17,12 +17,13 @@ constexpr int64_t DIGITS_FROM = 2048;
 // Sizes of what blocks exchange, in 4-byte words from the start of the `exchange` tensor; every part a multiple of 16
 // bytes.
 struct Exchange {
-  int64_t qkv, parts, weights, hidden, activation, best, total;
+  int64_t qkv, parts, weights, attended, hidden, activation, best, total;
   Exchange(int64_t B, int64_t H, int64_t I, int64_t q, int64_t kv, int64_t heads, int64_t splits, int64_t blocks) {
     qkv = 0;
     parts = qkv + B * (q + 2 * kv);
     weights = parts + splits * B * q;
-    hidden = weights + (splits * B * heads * 2 + 3) / 4 * 4;
+    attended = weights + (splits * B * heads * 2 + 3) / 4 * 4;
+    hidden = attended + B * q;
     activation = hidden + B * H;
     best = activation + B * I;
     total = best + blocks * MAX_BATCH * 2;
@@ -135,6 +136,7 @@ void decode_step(Tensor layers, Tensor embedding, Tensor final_norm, Tensor lm_h
     p.qkv = words + e.qkv;
     p.parts = reinterpret_cast<uint2*>(words + e.parts);
     p.part_weights = reinterpret_cast<uint2*>(words + e.weights);
+    p.attended = words + e.attended;
     p.hidden = words + e.hidden;
     p.activation = words + e.activation;
     p.best = reinterpret_cast<uint2*>(words + e.best);

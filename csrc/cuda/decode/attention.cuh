@@ -7,8 +7,10 @@
 // before the query is there, and the next ones as soon as their registers are free. The new token's key is normed,
 // rotated and written to the cache by the unit that has the last part.
 //
-// A unit hands on its normalised part in words of two 24-bit floats (relative error 2^-16; bfloat16's is 2^-9) and the
-// logarithm of its weight, one a head. The stage that reads them combines them.
+// Where a context has parts, the units of a head exchange them: each normalised, in words of two 24-bit floats
+// (relative error 2^-16; bfloat16's is 2^-9), with the logarithm of its weight, one a head. Each unit combines a share
+// of the columns. (When every multiprocessor read all the parts, their polling was more than L2 gives: 5,500 cycles a
+// layer.)
 #pragma once
 
 #include "linear.cuh"
@@ -143,10 +145,60 @@ struct Values {
   }
 };
 
+// This unit's share of the columns of its head's queries: the flash-attention recurrence over all parts, with
+// logarithms to base 2.
+template <typename T, int D>
+__device__ __forceinline__ void combine(const Step<T>& p, const Shares& mine, int thread, unsigned epoch_in,
+                                        unsigned epoch_out) {
+  constexpr int AT_ONCE = 8;
+  int group = p.heads / p.kv_heads, pairs = group * (D / 2);
+  int first = pairs * mine.part / mine.splits, end = pairs * (mine.part + 1) / mine.splits;
+#pragma unroll 1
+  for (int i = first + thread; i < end; i += CONSUMER_THREADS) {
+    int row = mine.b * p.heads + mine.head * group + i / (D / 2), column = i % (D / 2);
+    float top = -INFINITY, weight = 0.f, sum0 = 0.f, sum1 = 0.f;
+#pragma unroll 1
+    for (int s0 = 0; s0 < mine.splits; s0 += AT_ONCE) {
+      uint2 v[AT_ONCE], w[AT_ONCE];
+      unsigned differ;
+#pragma unroll 1
+      do {
+        differ = 0;
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; ++s) {
+          int at = min(s0 + s, mine.splits - 1) * p.B * p.heads + row;
+          v[s] = look64(p.parts + at * (D / 2) + column);
+          w[s] = look64(p.part_weights + at);
+        }
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; ++s) differ |= ((v[s].y >> 16) ^ epoch_in) | (w[s].y ^ epoch_in);
+      } while (differ);
+      float new_top = top, log_weight[AT_ONCE];
+#pragma unroll
+      for (int s = 0; s < AT_ONCE; ++s) {
+        log_weight[s] = s0 + s < mine.splits ? __uint_as_float(w[s].x) : -INFINITY;
+        new_top = fmaxf(new_top, log_weight[s]);
+      }
+      float kept = exp2f(top - new_top);  // the first part is never empty: new_top is finite, unless a NaN
+      top = new_top;
+      weight *= kept, sum0 *= kept, sum1 *= kept;
+#pragma unroll
+      for (int s = 0; s < AT_ONCE; ++s) {
+        float factor = exp2f(log_weight[s] - new_top);
+        float2 two = floats_of(v[s].x, v[s].y);
+        weight += factor, sum0 += factor * two.x, sum1 += factor * two.y;
+      }
+    }
+    float r = 1.f / weight;
+    put_two(p.attended + row * D + 2 * column, from_float<T>(sum0 * r), from_float<T>(sum1 * r), epoch_out);
+  }
+}
+
 template <typename T, typename W, int D, int SHIFT>
 __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T>& w, Consumer<T, W, SHIFT>& me,
                                           AttentionScratch<D>& s, float* partial, int partial_floats,
-                                          const Shares& mine, int layer, unsigned epoch_in, unsigned epoch_out) {
+                                          const Shares& mine, int layer, unsigned epoch_in, unsigned epoch_of_parts,
+                                          unsigned epoch_out) {
   constexpr int VP = Values<T, D>::PIECES, DP = 64 * VP;  // DP: D with the columns that nobody has
   if (mine.part < 0) return;
   int part = mine.part, head = mine.head, b = mine.b, position = mine.position, begin = mine.begin, end = mine.end;
@@ -292,13 +344,18 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
           total += f * u[x], o0 += f * o.x, o1 += f * o.y;
         }
       float r = warps ? 1.f / total : 0.f;
-      int64_t out = (static_cast<int64_t>(part) * p.B + b) * p.heads + head * group + of_group;
-      put64(p.parts + (out * D + d) / 2, word_of(o0 * r, o1 * r, epoch_out));
+      int out = (part * p.B + b) * p.heads + head * group + of_group;
+      if (mine.splits == 1) {
+        put_two(p.attended + out * D + d, from_float<T>(o0 * r), from_float<T>(o1 * r), epoch_out);
+        continue;
+      }
+      put64(p.parts + (out * D + d) / 2, word_of(o0 * r, o1 * r, epoch_of_parts));
       if (d == 0)
-        put64(p.part_weights + out, make_uint2(__float_as_uint(warps ? m + log2f(total) : -INFINITY), epoch_out));
+        put64(p.part_weights + out, make_uint2(__float_as_uint(warps ? m + log2f(total) : -INFINITY), epoch_of_parts));
     }
     consumers_sync();
   }
+  if (mine.splits > 1) combine<T, D>(p, mine, warp * 32 + lane, epoch_of_parts, epoch_out);
 }
 
 }  // namespace qwen_patch::cuda::decode

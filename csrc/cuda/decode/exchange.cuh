@@ -50,21 +50,15 @@ __device__ __forceinline__ void put64(uint2* word, uint2 v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(static_cast<uint64_t>(v.y) << 32 | v.x)
                : "memory");
 }
+// Two words, the first of which is a multiple of 8 bytes.
+template <typename T>
+__device__ __forceinline__ void put_two(unsigned* words, T first, T second, unsigned epoch) {
+  put64(reinterpret_cast<uint2*>(words), make_uint2(bits_of(first) | (epoch << 16), bits_of(second) | (epoch << 16)));
+}
 __device__ __forceinline__ uint2 look64(const uint2* word) {
   uint64_t v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(word) : "memory");
   return make_uint2(static_cast<unsigned>(v), static_cast<unsigned>(v >> 32));
-}
-// Two of them, each with its own flag.
-__device__ __forceinline__ uint4 look64x2(const uint2* words) {
-  uint4 v;
-  asm volatile(
-      "{\n.reg .b64 a, b;\nld.relaxed.gpu.global.v2.u64 {a, b}, [%4];\n"
-      "mov.b64 {%0, %1}, a;\nmov.b64 {%2, %3}, b;\n}"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(words)
-      : "memory");
-  return v;
 }
 
 // Two floats of 24 bits (15 of mantissa: 2^-16, far below what the values are rounded to later) and an epoch of 16.

@@ -45,8 +45,8 @@ struct Consumer {
 
   // Waits for this warp's columns of chunks [first, first + n); keep(chunk of these, row, 4 values, whether they are
   // columns of K at all) takes them, in all lanes.
-  template <typename Source, typename F>
-  __device__ __forceinline__ void take(const Source& source, int first, int n, int K, F&& keep) {
+  template <typename F>
+  __device__ __forceinline__ void take(const FromWords& source, int first, int n, int K, F&& keep) {
     if constexpr (ROOM > 1) {
 #pragma unroll 1
       for (int c = 0; c < n; ++c) take_some<ROOM>(source, first, c, K, keep);
@@ -63,33 +63,10 @@ struct Consumer {
     __syncwarp();
   }
   // ... as operands of products with weights of W.
-  template <typename Source>
-  __device__ __forceinline__ void take(const Source& source, int first, int n, int K) {
+  __device__ __forceinline__ void take(const FromWords& source, int first, int n, int K) {
     take(source, first, n, K,
          [&](int c, int b, uint2 v, bool there) { Kept<W>::store(x_at(c, b), b, lane, v, there); });
   }
-  template <int D>
-  __device__ __forceinline__ void take(const FromParts<T, D>& source, int first, int n, int K) {
-    if (source.splits == 1) {
-      take<FromParts<T, D>>(source, first, n, K);
-      return;
-    }
-    // As many at a time as there are registers for: each time is a round trip.
-    if constexpr (ROOM > 1) {
-#pragma unroll 1
-      for (int c = 0; c < n; ++c)
-#pragma unroll 1
-        for (int row = 0; row < p.B; row += 4) take_combined<2, 4>(source, first, c, row, K);
-    } else if (source.splits == 2) {
-#pragma unroll 1
-      for (int c = 0; c < n; c += 2) take_combined<2, 2>(source, first, c, 0, K);
-    } else {
-#pragma unroll 1
-      for (int c = 0; c < n; c += 2) take_combined<4, 2>(source, first, c, 0, K);
-    }
-    __syncwarp();
-  }
-
   // A stage's whole input, with RMSNorm at the stock model's rounding: x * rsqrt, ROUND, times weight, ROUND. V: what
   // the stage's weights are.
   template <typename V>
@@ -228,8 +205,8 @@ struct Consumer {
   }
 
   // A stage that takes its input as it comes, x_chunks chunks at a time: its tiles, at most MAX_TILES, are one group.
-  template <typename Source, typename F>
-  __device__ __forceinline__ void phases(const Source& source, int octets, int K, F&& finish) {
+  template <typename F>
+  __device__ __forceinline__ void phases(const FromWords& source, int octets, int K, F&& finish) {
     begin_stage();
     int count = (octets + 1) / 2, total = chunks_of(K);
     flip = sums_size - flip;
@@ -248,8 +225,8 @@ struct Consumer {
  private:
   // Waits for N pieces: of the next N chunks if there is one row, of the N rows of chunk c if there are more. Who has
   // no such columns or rows waits for others' and drops them.
-  template <int N, typename Source, typename F>
-  __device__ __forceinline__ void take_some(const Source& source, int first, int c, int K, F&& keep) {
+  template <int N, typename F>
+  __device__ __forceinline__ void take_some(const FromWords& source, int first, int c, int K, F&& keep) {
     int k0 = (first + c) * CHUNK + warp * COLUMNS + lane * 4, b[N], k[N];
     uint2 v[N];
 #pragma unroll
@@ -261,23 +238,6 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < N; ++i)
       keep(ROOM == 1 ? c + i : c, ROOM == 1 ? 0 : i, v[i], k0 + (ROOM == 1 ? i * CHUNK : 0) < K);
-  }
-
-  // The same of parts of attention, P parts at a time: of N chunks from c on, or of N rows from `row` on of chunk c.
-  template <int P, int N, int D>
-  __device__ __forceinline__ void take_combined(const FromParts<T, D>& source, int first, int c, int row, int K) {
-    int k0 = (first + c) * CHUNK + warp * COLUMNS + lane * 4, b[N], k[N];
-    uint2 v[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      b[i] = ROOM == 1 ? 0 : min(row + i, p.B - 1);
-      k[i] = min(ROOM == 1 ? k0 + i * CHUNK : k0, K - 4);
-    }
-    source.template combine<P>(v, b, k);
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      Kept<W>::store(ROOM == 1 ? x_at(c + i, 0) : x_at(c, row + i), row + i, lane, v[i],
-                     k0 + (ROOM == 1 ? i * CHUNK : 0) < K);
   }
 
   // s[0] becomes the sum over the warp's lanes; of 8 rows, lane l has that of row l / 4.

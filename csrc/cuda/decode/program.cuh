@@ -37,7 +37,7 @@ struct Step {
   const int* banned;  // {column, ids}: tokens that may not be chosen before that column of the history; -1 ends them
   T* logits;          // [B, V]
 
-  unsigned *qkv, *hidden, *activation;  // exchanged words
+  unsigned *qkv, *attended, *hidden, *activation;  // exchanged words
   uint2 *parts, *part_weights, *best;
   int max_splits, split_keys;  // at most so many parts a context is cut into; keys a part has at least, where it can
 

@@ -11,8 +11,9 @@
 
 namespace qwen_patch::cuda::decode {
 
-// The embedding, then a layer's: q/k/v, parts of attention, hidden state, activation, hidden state; then the choice.
-constexpr int EXCHANGES_A_LAYER = 5;
+// The embedding, then a layer's: q/k/v, parts of attention, attention, hidden state, activation, hidden state; then the
+// choice.
+constexpr int EXCHANGES_A_LAYER = 6;
 constexpr int MAX_BATCH = 8;
 constexpr int THREADS = CONSUMER_THREADS + 32;
 // Bytes of the head that a multiprocessor waits for at least: it is one long read with nothing to exchange in between,
@@ -215,22 +216,22 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
                           });
 
     attention<T, W, D, SHIFT>(p, w, me, *block.scratch, block.partial, block.partial_floats, mine, layer,
-                              epoch(exchange), epoch(exchange + 1));
+                              epoch(exchange), epoch(exchange + 1), epoch(exchange + 2));
 
-    me.phases(FromParts<T, D>{p.parts, p.part_weights, p.B, q_size, mine.splits, epoch(exchange + 1)},
-              Rows::octets_of(hidden), q_size, into_residual(epoch(exchange + 2)));
+    me.phases(FromWords{p.attended, q_size, epoch(exchange + 2)}, Rows::octets_of(hidden), q_size,
+              into_residual(epoch(exchange + 3)));
 
     me.template normed<W>(
-        FromWords{p.hidden, p.H, epoch(exchange + 2)}, w.post_norm, 2 * Rows::octets_of(inner), p.H,
+        FromWords{p.hidden, p.H, epoch(exchange + 3)}, w.post_norm, 2 * Rows::octets_of(inner), p.H,
         [&](int tile, int in_group, int row, int b) {
           int local = tile * 8 + row;
           if (row >= 8 || local >= inner.count) return;
           T gate = from_float<T>(me.sum(in_group, row, b)), up = from_float<T>(me.sum(in_group, row + 8, b));
-          put(p.activation + b * p.I + inner.first + local, silu_mul_one(gate, up), epoch(exchange + 3));
+          put(p.activation + b * p.I + inner.first + local, silu_mul_one(gate, up), epoch(exchange + 4));
         });
 
-    me.phases(FromWords{p.activation, p.I, epoch(exchange + 3)}, Rows::octets_of(hidden), p.I,
-              into_residual(epoch(exchange + 4)));
+    me.phases(FromWords{p.activation, p.I, epoch(exchange + 4)}, Rows::octets_of(hidden), p.I,
+              into_residual(epoch(exchange + 5)));
   }
 
   Best best = {-INFINITY, 0x7fffffff};
