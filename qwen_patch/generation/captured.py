@@ -17,10 +17,9 @@ from .session import Session
 
 logger = logging.getLogger("qwen_patch")
 
-MAX_SPLITS = 16  # parts that a context is cut into; every reader of the result reads them all
-# Keys that a part has at least, by the batch: one row's parts share its time, several rows fill the GPU by themselves.
-# Qwen3-0.6B, 192 tokens: 1 row 32 keys 657 us, 64 633, 128 677; 8 rows 64 keys 1,650 us, 256 1,358.
-SPLIT_KEYS, SPLIT_KEYS_OF_A_BATCH = 64, 256
+# Parts that a context is cut into, and keys that one has at least. Qwen3-0.6B, one row, with 32, 64, 128 and 256 keys:
+# 511, 508, 514 and 535 us at 192 tokens, 559, 561, 552 and 576 at 900; three rows 874, 963 and 1,003 from 64 keys on.
+MAX_SPLITS, SPLIT_KEYS = 16, 64
 # Lengths that prompts are padded to, each captured at its first use; longer ones, and batches of more tokens, run
 # eagerly at their own length: there the launches are hidden behind the work.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
@@ -51,8 +50,7 @@ class CapturedSession(Session):
         sizes = sizes_of(self.decoder)
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         splits = max(1, min(MAX_SPLITS, blocks // (rows * sizes.kv_heads)))
-        split_keys = SPLIT_KEYS if rows == 1 else SPLIT_KEYS_OF_A_BATCH
-        self.sizes |= {"max_splits": splits, "split_keys": split_keys}
+        self.sizes |= {"max_splits": splits, "split_keys": SPLIT_KEYS}
         words = exchange_words(self.embedding, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.inner, rows, splits)
         with torch.inference_mode(False):
             self.exchange = torch.zeros(words, dtype=torch.int32, device=device)

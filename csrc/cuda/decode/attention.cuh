@@ -235,9 +235,9 @@ __device__ __forceinline__ void attention(const Step<T>& p, const LayerWeights<T
       // Four words a lane, so that all have come at once: a word a lane at a time was D / 32 round trips, one after the
       // other, and every block waits for them.
       int d = min(4 * lane, D - 4);
-      int at[1] = {q_size + kv_size + head * D + d}, of[1] = {0};
+      int at[1] = {q_size + kv_size + head * D + d};
       uint2 four[1];
-      FromWords{row, 0, epoch_in}.fetch(four, of, at);
+      FromWords{row, epoch_in}.fetch(four, at, {true});
       *reinterpret_cast<uint2*>(s.v + d) = four[0];
       *reinterpret_cast<uint2*>(values + static_cast<int64_t>(position) * D + d) = four[0];
     }

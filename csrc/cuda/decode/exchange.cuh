@@ -30,13 +30,17 @@ __device__ __forceinline__ unsigned look(const unsigned* word) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(word) : "memory");
   return v;
 }
-// Four words, each with its own flag: it does not matter whether they arrive together.
-__device__ __forceinline__ uint4 look4(const unsigned* words) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(words)
-               : "memory");
+// Four words, each with its own flag: it does not matter whether they arrive together. Who does not need any gets four
+// zeros that have arrived, and asks for nothing: words that many ask for without need are a queue before a slice of L2.
+__device__ __forceinline__ uint4 look4(const unsigned* words, bool needed, unsigned epoch) {
+  unsigned zero = epoch << 16;
+  uint4 v = {zero, zero, zero, zero};
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n"
+      "@p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(words), "r"(static_cast<int>(needed))
+      : "memory");
   return v;
 }
 __device__ __forceinline__ bool arrived(unsigned v, unsigned epoch) { return (v >> 16) == epoch; }

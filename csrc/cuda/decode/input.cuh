@@ -5,34 +5,24 @@
 
 namespace qwen_patch::cuda::decode {
 
-// Asks for N vectors of words until all have come: differ(v) has a bit set from 16 on while v has not.
-template <int N, typename Look, typename Differ>
-__device__ __forceinline__ void wait_for(uint4 (&v)[N], Look&& look, Differ&& differ) {
-  unsigned different;
-#pragma unroll 1
-  do {
-    different = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) v[i] = look(i);
-#pragma unroll
-    for (int i = 0; i < N; ++i) different |= differ(v[i]);
-  } while (different >> 16);
-}
-
-// fetch() waits for N times 4 values; number i is of row b[i] from column k[i] on.
-// There are no conditions in it: who has nothing to ask for asks for something that others need. A register that is set
-// on a condition only is kept from one layer to the next, and code that is jumped over has to be fetched all the same.
 struct FromWords {
   const unsigned* words;
-  int K;
   unsigned epoch;
+
+  // Waits for N times 4 values; number i is at[i], where it is needed, and 0 else.
   template <int N>
-  __device__ __forceinline__ void fetch(uint2 (&x)[N], const int (&b)[N], const int (&k)[N]) const {
+  __device__ __forceinline__ void fetch(uint2 (&x)[N], const int (&at)[N], const bool (&needed)[N]) const {
     const unsigned flag = epoch << 16;
     uint4 v[N];
-    wait_for(
-        v, [&](int i) { return look4(words + b[i] * K + k[i]); },
-        [&](const uint4& w) { return (w.x ^ flag) | (w.y ^ flag) | (w.z ^ flag) | (w.w ^ flag); });
+    unsigned different;
+#pragma unroll 1
+    do {
+      different = 0;
+#pragma unroll
+      for (int i = 0; i < N; ++i) v[i] = look4(words + at[i], needed[i], epoch);
+#pragma unroll
+      for (int i = 0; i < N; ++i) different |= (v[i].x ^ flag) | (v[i].y ^ flag) | (v[i].z ^ flag) | (v[i].w ^ flag);
+    } while (different >> 16);
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = values(v[i]);
   }

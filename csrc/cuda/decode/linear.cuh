@@ -223,21 +223,21 @@ struct Consumer {
   }
 
  private:
-  // Waits for N pieces: of the next N chunks if there is one row, of the N rows of chunk c if there are more. Who has
-  // no such columns or rows waits for others' and drops them.
+  // Waits for N pieces: of the next N chunks if there is one row, of the N rows of chunk c if there are more.
   template <int N, typename F>
   __device__ __forceinline__ void take_some(const FromWords& source, int first, int c, int K, F&& keep) {
-    int k0 = (first + c) * CHUNK + warp * COLUMNS + lane * 4, b[N], k[N];
+    int k0 = (first + c) * CHUNK + warp * COLUMNS + lane * 4, at[N];
+    bool there[N], needed[N];
     uint2 v[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      b[i] = ROOM == 1 ? 0 : min(i, p.B - 1);
-      k[i] = min(ROOM == 1 ? k0 + i * CHUNK : k0, K - 4);
+      at[i] = k0 + i * (ROOM == 1 ? CHUNK : K);
+      there[i] = k0 + (ROOM == 1 ? i * CHUNK : 0) < K;
+      needed[i] = there[i] && (ROOM == 1 || i < p.B);
     }
-    source.fetch(v, b, k);
+    source.fetch(v, at, needed);
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      keep(ROOM == 1 ? c + i : c, ROOM == 1 ? 0 : i, v[i], k0 + (ROOM == 1 ? i * CHUNK : 0) < K);
+    for (int i = 0; i < N; ++i) keep(ROOM == 1 ? c + i : c, ROOM == 1 ? 0 : i, v[i], there[i]);
   }
 
   // s[0] becomes the sum over the warp's lanes; of 8 rows, lane l has that of row l / 4.

@@ -1,9 +1,10 @@
 // One decode step of the whole model as one kernel: a block a multiprocessor, all of them on the device at once.
 //
-// W: what the layers' weights are, T, int8_t or Code (products.cuh). Bytes: every weight once, the cache once. 5
-// exchanges a layer (q/k/v, parts of attention, hidden state after attention, activation, hidden state after the MLP),
-// one before them for the embedding, one after them for the choice of the token. 8 warps compute, one fills the ring of
-// weights (ring.cuh). Each block owns the same rows of the hidden state in every layer, and keeps them as residual.
+// W: what the layers' weights are, T, int8_t or Code (products.cuh). Bytes: every weight once, the cache once. 6
+// exchanges a layer (q/k/v; parts of attention, among the blocks of a head; attention; hidden state after it;
+// activation; hidden state after the MLP), one before them for the embedding, one after them for the choice of the
+// token. 8 warps compute, one fills the ring of weights (ring.cuh). Each block owns the same rows of the hidden state
+// in every layer, and keeps them as residual.
 #pragma once
 
 #include "../silu_mul_kernel.cuh"
@@ -126,7 +127,7 @@ __device__ void produce(const Step<T>& p, const Shares& mine, Producer<W>& to) {
 #pragma unroll 1
   for (int layer = 0; layer < p.layer_count; ++layer) {
     LayerWeights<T> w = p.layers[layer];
-    attention_soon<T, D>(p, w, mine, layer);
+    if (p.B == 1) attention_soon<T, D>(p, w, mine, layer);  // of more rows it took 2% longer so
 #pragma unroll 1
     for (int stage = 0; stage < 4; ++stage) {  // a loop, so that the code of an octet is there once
       Rows rows = qkv_rows(w, mine);
@@ -204,7 +205,7 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
   for (int layer = 0; layer < p.layer_count; ++layer) {
     const LayerWeights<T>& w = block.table[layer];
     int exchange = EXCHANGES_A_LAYER * layer + 1;
-    me.template normed<W>(FromWords{p.hidden, p.H, epoch(exchange - 1)}, w.input_norm, qkv_octets, p.H,
+    me.template normed<W>(FromWords{p.hidden, epoch(exchange - 1)}, w.input_norm, qkv_octets, p.H,
                           [&](int tile, int in_group, int row, int b) {
                             int route = block.routes[tile * 16 + row];
                             if (route < 0) return;
@@ -218,11 +219,11 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
     attention<T, W, D, SHIFT>(p, w, me, *block.scratch, block.partial, block.partial_floats, mine, layer,
                               epoch(exchange), epoch(exchange + 1), epoch(exchange + 2));
 
-    me.phases(FromWords{p.attended, q_size, epoch(exchange + 2)}, Rows::octets_of(hidden), q_size,
+    me.phases(FromWords{p.attended, epoch(exchange + 2)}, Rows::octets_of(hidden), q_size,
               into_residual(epoch(exchange + 3)));
 
     me.template normed<W>(
-        FromWords{p.hidden, p.H, epoch(exchange + 3)}, w.post_norm, 2 * Rows::octets_of(inner), p.H,
+        FromWords{p.hidden, epoch(exchange + 3)}, w.post_norm, 2 * Rows::octets_of(inner), p.H,
         [&](int tile, int in_group, int row, int b) {
           int local = tile * 8 + row;
           if (row >= 8 || local >= inner.count) return;
@@ -230,7 +231,7 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
           put(p.activation + b * p.I + inner.first + local, silu_mul_one(gate, up), epoch(exchange + 4));
         });
 
-    me.phases(FromWords{p.activation, p.I, epoch(exchange + 4)}, Rows::octets_of(hidden), p.I,
+    me.phases(FromWords{p.activation, epoch(exchange + 4)}, Rows::octets_of(hidden), p.I,
               into_residual(epoch(exchange + 5)));
   }
 
@@ -245,7 +246,7 @@ __device__ __forceinline__ void consume(const Step<T>& p, Consumer<T, W, SHIFT>&
     if (better(logit, best)) best = logit;
   };
   with_type_of_head<T, W>(p, [&](auto type) {
-    me.template normed<decltype(type)>(FromWords{p.hidden, p.H, epoch(exchanges - 2)}, p.final_norm,
+    me.template normed<decltype(type)>(FromWords{p.hidden, epoch(exchanges - 2)}, p.final_norm,
                                        Rows::octets_of(vocabulary), p.H, logit_of);
   });
 
