@@ -30,7 +30,7 @@ def patch_model(
     quantize: str | None = None,
     activations: str = "auto",
     lm_head: bool = False,
-    keep_original: bool = False,
+    keep_original: bool | str = False,
 ) -> Model:
     """Makes `model` faster at inference, with the same answers, in place; returns the same object.
 
@@ -42,22 +42,25 @@ def patch_model(
     quantize: "int8" makes the linears of a bfloat16 or float16 model int8: about half the memory, and answers that are
     close to the same rather than the same (`validate_qwen --quantize int8` measures it). `activations` then is "auto",
     "w8a16" (weights only) or "w8a8" (activations quantized on the way too); `lm_head` quantizes the head too, as an
-    untied copy where it is tied to the embedding; `keep_original` keeps the 16-bit linears in the host's memory, and
-    without it there is no undo. `save_pretrained` then writes an int8 checkpoint.
+    untied copy where it is tied to the embedding; `keep_original` keeps the 16-bit linears in the host's memory, or
+    with "device" where they are, which makes the undo fast, and without it there is no undo. `save_pretrained` then
+    writes an int8 checkpoint.
 
     Only this instance changes. Without int8, parameters, state_dict, hooks and what the model returns stay what they
     were; `explain` tells what was replaced and what not. Patching again with the same arguments does nothing, with
     others it re-plans. Raises PatchError, with the model as it was, where nothing can be done.
     """
     plan = make_plan(model, fusion, backend, generation, quantize, activations, lm_head)
+    if keep_original not in (False, True, "device"):
+        raise PatchError(f"unknown keep_original {keep_original!r}: supported are False, True, device")
     if plan.quantize is None and (reason := convert.why_not_back(model)) is not None:
         raise PatchError(f"{reason}, or keep the linears with quantize='int8'")
     if keep_original and convert.kept(model) is False:
         raise PatchError(f"{convert.NOT_KEPT}: keep_original=True comes too late")
-    if current_plan(model) == plan and convert.kept(model) in (None, keep_original):
+    if current_plan(model) == plan and convert.kept(model) in (None, bool(keep_original)):
         return model
     try:
-        _quantize(model, plan)
+        _quantize(model, plan, keep_original == "device")
     except ValueError as error:
         raise PatchError(str(error)) from error
     _undo_fusion(model)
@@ -96,7 +99,7 @@ def unpatch_model(model: Model) -> Model:
     return model
 
 
-def _quantize(model: nn.Module, plan: Plan) -> None:
+def _quantize(model: nn.Module, plan: Plan, in_place: bool) -> None:
     if plan.quantize is None:
         convert.give_back(model)
         return
@@ -104,7 +107,7 @@ def _quantize(model: nn.Module, plan: Plan) -> None:
     left = [d.name for d in plan.decisions if d.site == LINEAR and d.reason is not None]
     config = QwenPatchInt8Config(plan.activations, plan.lm_head, left)
     names = [d.name for d in plan.replaced if d.site in sites]
-    convert.make_int8(model, names, config, plan.backend)
+    convert.make_int8(model, names, config, plan.backend, in_place)
 
 
 def _undo_fusion(model: nn.Module) -> None:

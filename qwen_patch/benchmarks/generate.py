@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..modules import FastGenerate, Int8Linear
 from ..patcher import patch_model, unpatch_model
+from ..quantization.convert import kept_bytes
 from ..recipes import RECIPES
 from ..validation.agreement import (
     BAR_OF_RANDOM_WEIGHTS,
@@ -35,9 +36,9 @@ INT8: dict[str, dict[str, Any]] = {
     "int8-w8a8": {"activations": "w8a8"},
 }
 # What `patch_model` is given for a variant. "modules" is a full patch under Transformers' own loop; the ablations have
-# that loop anyway. The int8 ones keep their originals in the host's memory, so that stock can come back.
+# that loop anyway. The int8 ones keep their originals, so that stock can come back.
 VARIANTS = {fusion: {"fusion": fusion} for fusion in RECIPES} | {"modules": {"fusion": "both", "generation": "stock"}}
-VARIANTS |= {name: {"quantize": "int8", "keep_original": True, **options} for name, options in INT8.items()}
+VARIANTS |= {name: {"quantize": "int8", **options} for name, options in INT8.items()}
 
 
 @dataclass
@@ -51,12 +52,26 @@ class Samples:
     cold_s: float = 0.0  # the first generate, with all that is compiled or captured on the way
 
 
-def activate(model: PreTrainedModel, variant: str) -> None:
+def options_of(variant: str, originals: bool | str = True) -> dict[str, Any]:
+    """What `patch_model` is given. originals: where int8 keeps them."""
+    return VARIANTS[variant] | ({"keep_original": originals} if variant in INT8 else {})
+
+
+def activate(model: PreTrainedModel, variant: str, originals: bool | str = True) -> None:
     """Makes the model what `variant` names: stock code, or patched."""
     if variant in (STOCK, STATIC):
         unpatch_model(model)
     else:
-        patch_model(model, **VARIANTS[variant])
+        patch_model(model, **options_of(variant, originals))
+
+
+def place_of_originals(model: PreTrainedModel) -> bool | str:
+    """A GPU's memory where int8 fits beside a stock model: to the host's and back takes 20 s for 8 billion weights."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return True
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return "device" if free > sum(p.nbytes for p in model.parameters()) else True
 
 
 def generate(model: PreTrainedModel, variant: str, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
@@ -118,23 +133,25 @@ def measure(
     """
     device, samples = ids.device, {v: Samples() for v in variants}
     activate(model, STOCK)
+    originals = place_of_originals(model)
     expected = generate(model, STOCK, ids, new_tokens)
     agreements = {}
     for variant in variants:
-        activate(model, variant)
+        activate(model, variant, originals)
         samples[variant].cold_s, found = _timed(lambda v=variant: generate(model, v, ids, new_tokens), device)
         samples[variant].bytes_a_token = bytes_a_token(model, len(ids), ids.shape[1] + new_tokens // 2)
         if variant in INT8:
             bar = bar_of(model, ids.numel()).kl if trained else BAR_OF_RANDOM_WEIGHTS
             tokens = functools.partial(generate, model, variant, ids, new_tokens)
-            agreements[variant] = compare_int8(model, ids, expected, found, bar, tokens, VARIANTS[variant])
+            options = options_of(variant, originals)
+            agreements[variant] = compare_int8(model, ids, expected, found, bar, tokens, options)
         else:
             again = functools.partial(activate, model, variant)
             agreements[variant] = compare_tokens(model, ids, expected, found, again)
         step()
     for i in range(rounds):
         for variant in variants if i % 2 == 0 else reversed(variants):
-            activate(model, variant)
+            activate(model, variant, originals)
             if isinstance(model, FastGenerate):  # its graphs went with the patch; what capturing costs is in `cold_s`
                 generate(model, variant, ids, new_tokens)
             if device.type == "cuda":
@@ -143,7 +160,8 @@ def measure(
             sample.first_token_s.append(_timed(lambda v=variant: generate(model, v, ids, 1), device)[0])
             sample.total_s.append(_timed(lambda v=variant: generate(model, v, ids, new_tokens), device)[0])
             if device.type == "cuda":
-                sample.peak_bytes = max(sample.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+                peak = torch.cuda.max_memory_allocated(device) - kept_bytes(model, device)
+                sample.peak_bytes = max(sample.peak_bytes or 0, peak)
             step()
     activate(model, STOCK)
     return samples, agreements

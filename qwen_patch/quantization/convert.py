@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -35,11 +36,13 @@ def record_of(model: nn.Module) -> tuple[nn.Module, Record] | None:
     return next(((m, m.__dict__[RECORD]) for m in model.modules() if RECORD in m.__dict__), None)
 
 
-def make_int8(model: nn.Module, names: Iterable[str], config: QwenPatchInt8Config, backend: str) -> None:
+def make_int8(
+    model: nn.Module, names: Iterable[str], config: QwenPatchInt8Config, backend: str, in_place: bool
+) -> None:
     """Makes `names` the int8 linears of `model`. Raises ValueError, with the model as it was, where that can't be.
 
-    One linear at a time; what it was goes to the host's memory, until `forget`. So a GPU never holds more than one
-    linear in both forms, and a failure in the middle is undone bit for bit.
+    One linear at a time; what it was goes to the host's memory, until `forget`, or stays `in_place`. So a GPU never
+    holds more than one linear in both forms, and a failure in the middle is undone bit for bit.
     """
     names = tuple(names)
     if (found := record_of(model)) is not None:
@@ -59,7 +62,7 @@ def make_int8(model: nn.Module, names: Iterable[str], config: QwenPatchInt8Confi
                 raise ValueError(f"{name}: {error}") from error
             record.originals[name] = linear
             model.set_submodule(name, made)
-            if not _is_shared(model, linear):
+            if not in_place and not _is_shared(model, linear):
                 linear.to("cpu")
         _declare(model, record, config)
         _set_mode(model, names, config, backend)
@@ -79,6 +82,13 @@ def kept(model: nn.Module) -> bool | None:
     """Whether the originals are there; None where no patch has changed the linears."""
     found = record_of(model)
     return None if found is None else found[1].originals is not None
+
+
+def kept_bytes(model: nn.Module, device: torch.device) -> int:
+    """Of the originals that are there, what lies on `device` beside the int8 ones."""
+    found = record_of(model)
+    originals = (found and found[1].originals) or {}
+    return sum(p.nbytes for linear in originals.values() for p in linear.parameters() if p.device == device)
 
 
 def why_not_back(model: nn.Module) -> str | None:
