@@ -18,7 +18,8 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStrin
 from .calls import Call, reason_against_call
 from .captured import CapturedSession
 from .models import Weights, buffers_of, reason_against_config, reason_against_model, state_of
-from .session import Session, choose, kept_by_graphs
+from .sampling import kept_by_graphs, minimum_lengths
+from .session import Session
 
 logger = logging.getLogger("qwen_patch")
 SESSIONS = {"cuda": CapturedSession, "cpu": Session}  # by the type of the device
@@ -116,8 +117,8 @@ class Runtime:
             if session is not ready:
                 logits = session.start(call.input_ids, call.starts, call.processors)
             if call.processors or session.do_sample:
-                logits = call.processors(call.input_ids, logits.to(torch.float32, copy=True))
-            session.put(choose(logits, session.do_sample))
+                logits = minimum_lengths(call.processors)(call.input_ids, logits.to(torch.float32, copy=True))
+            session.put(session.chooser(call.input_ids, logits))
             return session, None
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and NO_CPU_MEMORY not in str(error):

@@ -13,6 +13,7 @@ from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step
 from .calls import MINIMUM_LENGTHS
 from .forward import forward, mask_of
 from .models import reason_against_kernel, sizes_of, weights_of
+from .sampling import Chooser
 
 logger = logging.getLogger("qwen_patch")
 
@@ -49,31 +50,6 @@ def banned_by(processors: LogitsProcessorList) -> list[int]:
     return [until, *ids, *[-1] * (MAX_BANNED - len(ids))]
 
 
-def kept_by_graphs(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those that are part of a captured step; minimal lengths are told to it before each call."""
-    return LogitsProcessorList(item for item in processors if type(item) not in MINIMUM_LENGTHS)
-
-
-def choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
-    """The next token of each row from scores [B, V], as generate's loop chooses it.
-
-    On a CPU it raises RuntimeError where there are no probabilities to draw by, as that loop does.
-    """
-    if not do_sample:
-        return scores.argmax(-1)
-    probabilities = scores.softmax(-1)
-    return draw(probabilities) if probabilities.is_cuda else probabilities.multinomial(1).squeeze(1)
-
-
-def draw(probabilities: torch.Tensor) -> torch.Tensor:
-    """One sample a row of probabilities [B, V], which are written over, without a wait for the GPU.
-
-    torch.multinomial draws one sample as argmax(p / q) with q exponential, and asks the host whether p is valid; this
-    is the same draw without the question (the exponential-race form of Gumbel-max).
-    """
-    return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)
-
-
 class Session:
     """`rows` sequences of at most `capacity` tokens: `start` takes their prompt, `step` decodes one token each.
 
@@ -82,12 +58,12 @@ class Session:
 
     burst = 1  # steps that are as well asked for together
     ahead = 0  # bursts that may be under way while the host looks for the end
+    short_list = False  # of tokens to draw from: other draws than generate's loop makes with the same seed
 
     def __init__(
         self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool
     ) -> None:
         self.rows, self.capacity, self.do_sample = rows, capacity, do_sample
-        self.processors = kept_by_graphs(processors)
         self.decoder = model.model  # not the model, which holds the sessions: it is freed as soon as it is let go
         self.embedding, self.norm, self.head = (
             model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head
@@ -111,7 +87,8 @@ class Session:
             self._prepare_kernel(model)
         else:
             logger.info("generate decodes without decode_step: %s", self.no_kernel)
-        self.greedy = self.no_kernel is None and not do_sample and not self.processors  # `decode_step` chooses
+        self.chooser = Chooser(processors, do_sample, self.head.weight.shape[0], self.short_list)
+        self.greedy = self.no_kernel is None and not self.chooser  # `decode_step` chooses
         self.column = self.sent = 0  # of the history: the next to be written; the first that the host has not been sent
 
     def _prepare_kernel(self, model: nn.Module) -> None:
@@ -208,8 +185,7 @@ class Session:
         if not self.greedy:
             scores = self.logits.float()
             self._ban(scores)
-            scores = self.processors(self.history, scores)
-            self.tokens.copy_(choose(scores, self.do_sample))
+            self.tokens.copy_(self.chooser(self.history, scores))
             column = (self.state[1:2].long() - 1).expand(self.rows, 1)
             self.history.scatter_(1, column, self.tokens[:, None])
 
