@@ -180,6 +180,9 @@ def bench(
     batch: Annotated[int, typer.Option(min=1)] = 1,
     rounds: Annotated[int, typer.Option(min=2, help="Paired rounds; each runs every variant once.")] = 9,
     static: Annotated[bool, typer.Option(help="Also measure cache_implementation='static' (it compiles).")] = False,
+    sample: Annotated[
+        bool, typer.Option(help="Time sampling (temperature 0.7, top-k 20, top-p 0.8), not greedy.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Write OUTPUT.json, OUTPUT.md and OUTPUT.png.")] = None,
 ) -> None:
     """Time model.generate, stock and patched, interleaved in one process on one copy of the weights."""
@@ -209,7 +212,7 @@ def bench(
             raise UsageError(f"{longest} tokens are more than the {config.max_position_embeddings} of {name}")
         prompts = {n: sample_tokens(tokenizer, config.vocab_size, n).repeat(batch, 1) for n in lengths}
         trained = not model.startswith("random:")
-        document = generate.run(loaded, name, prompts, fusions, new_tokens, rounds, output, static, trained)
+        document = generate.run(loaded, name, prompts, fusions, new_tokens, rounds, output, static, trained, sample)
     show_bench(console, document)
     raise typer.Exit(0 if all(row["correct"] for row in document["rows"]) else 1)
 

@@ -78,7 +78,8 @@ def show_rows(console: Console, title: str, rows: list[dict[str, Any]], columns:
 
 def show_bench(console: Console, document: dict[str, Any]) -> None:
     env = document["environment"]
-    title = f"{document['model']}, {document['dtype']}, {env['device_name']}, copy {document['copy_gbps']:,.0f} GB/s"
+    what = f"{document['model']}, {document['dtype']}, {document['settings']['decoding']}"
+    title = f"{what}, {env['device_name']}, copy {document['copy_gbps']:,.0f} GB/s"
     show_rows(console, title, flat_rows(document), TERMINAL_COLUMNS)
 
 

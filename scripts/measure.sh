@@ -7,6 +7,7 @@
 #   measure.sh cuda decode OUT_DIR [SHAPE]                generate through the decode runtime, in bf16 and int8, against
 #                                                         Transformers' own loop and its compiled static cache; 2 minutes
 #                                                         a shape on an H200
+#   measure.sh cuda sampling OUT_DIR [SHAPE]              the same in bf16, sampling; 1 minute
 #   measure.sh cuda long OUT_DIR                          the same on Qwen3-8B with 8 sequences, and after 8,064 tokens;
 #                                                         without the static cache; 3 minutes
 #   measure.sh cuda prefill OUT_DIR                       a prompt of 1,734 tokens on Qwen3-8B, in bf16 and int8; 1 minute
@@ -67,6 +68,13 @@ if [ "$part" = decode ]; then
     qwen_patch bench --device cuda --model "random:$shape" --fusion both,int8,int8-head --prompt-lengths 128 --rounds 3 --static \
       --output "$out/decode_$shape"
   done
+  exit
+fi
+
+if [ "$part" = sampling ]; then
+  shape=${subject:-Qwen3-0.6B}
+  qwen_patch bench --device cuda --model "random:$shape" --fusion both --prompt-lengths 128 --rounds 3 --static --sample \
+    --output "$out/sampling_$shape"
   exit
 fi
 

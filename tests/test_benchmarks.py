@@ -35,7 +35,7 @@ def test_generate_benchmark(tmp_path, device):
 def test_a_variant_with_wrong_tokens_has_no_speed(monkeypatch):
     original = generate.generate
 
-    def wrong_when_patched(model, variant, ids, new_tokens):
+    def wrong_when_patched(model, variant, ids, new_tokens, *decoding):
         tokens = original(model, variant, ids, new_tokens)
         return (tokens + 1) % 100 if variant == "mlp" else tokens
 

@@ -111,6 +111,10 @@ def test_bench_and_its_usage_errors(tmp_path):
     result = run(*args, "--output", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
     assert {p.name for p in tmp_path.iterdir()} == {"out.json", "out.md", "out.png"}
+    assert json.loads((tmp_path / "out.json").read_text())["settings"]["decoding"] == "greedy"
+    result = run(*args, "--sample", "--output", str(tmp_path / "sampled"))
+    assert result.exit_code == 0, result.output
+    assert "sampling with temperature 0.7, top_k 20, top_p 0.8" in (tmp_path / "sampled.md").read_text()
     for extra, message in [
         (["--fusion", "everything"], "unknown fusion 'everything'"),
         (["--prompt-lengths", "4,x"], "'4,x' is not a list of numbers"),

@@ -29,6 +29,8 @@ from ..validation.agreement import (
 from . import results, timing
 
 STOCK, STATIC = "stock", "static"
+GREEDY = {"do_sample": False}
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}  # Qwen's own generation_config
 INT8: dict[str, dict[str, Any]] = {
     "int8": {},
     "int8-head": {"lm_head": True},
@@ -74,19 +76,26 @@ def place_of_originals(model: PreTrainedModel) -> bool | str:
     return "device" if free > sum(p.nbytes for p in model.parameters()) else True
 
 
-def generate(model: PreTrainedModel, variant: str, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
-    """The new tokens [B, new_tokens], greedy."""
-    options = {"cache_implementation": "static"} if variant == STATIC else {}
+def generate(
+    model: PreTrainedModel, variant: str, ids: torch.Tensor, new_tokens: int, decoding: dict[str, Any] = GREEDY
+) -> torch.Tensor:
+    """The new tokens [B, new_tokens]."""
+    options = decoding | ({"cache_implementation": "static"} if variant == STATIC else {})
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
-        do_sample=False,
         pad_token_id=0,
         **options,
     )
     return output[:, ids.shape[1] :]
+
+
+def described(decoding: dict[str, Any]) -> str:
+    if not decoding["do_sample"]:
+        return "greedy"
+    return "sampling with " + ", ".join(f"{name} {value}" for name, value in decoding.items() if name != "do_sample")
 
 
 def bootstrap_interval(ratios: list[float], draws: int = 2000) -> tuple[float, float]:
@@ -126,10 +135,11 @@ def measure(
     rounds: int,
     step: Callable[[], None],
     trained: bool = True,
+    decoding: dict[str, Any] = GREEDY,
 ) -> tuple[dict[str, Samples], dict[str, Agreement | Closeness]]:
-    """Checks each variant's tokens against stock, then times all, one after the other, in alternating order.
+    """Checks each variant's greedy tokens against stock, then times all, one after the other, in alternating order.
 
-    trained: whether int8 must come as close to stock as with trained weights.
+    trained: whether int8 must come as close to stock as with trained weights. decoding: of what is timed.
     """
     device, samples = ids.device, {v: Samples() for v in variants}
     activate(model, STOCK)
@@ -153,12 +163,12 @@ def measure(
         for variant in variants if i % 2 == 0 else reversed(variants):
             activate(model, variant, originals)
             if isinstance(model, FastGenerate):  # its graphs went with the patch; what capturing costs is in `cold_s`
-                generate(model, variant, ids, new_tokens)
+                generate(model, variant, ids, new_tokens, decoding)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             sample = samples[variant]
-            sample.first_token_s.append(_timed(lambda v=variant: generate(model, v, ids, 1), device)[0])
-            sample.total_s.append(_timed(lambda v=variant: generate(model, v, ids, new_tokens), device)[0])
+            sample.first_token_s.append(_timed(lambda v=variant: generate(model, v, ids, 1, decoding), device)[0])
+            sample.total_s.append(_timed(lambda v=variant: generate(model, v, ids, new_tokens, decoding), device)[0])
             if device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(device) - kept_bytes(model, device)
                 sample.peak_bytes = max(sample.peak_bytes or 0, peak)
@@ -221,14 +231,15 @@ def run(
     output: Path | None,
     static: bool = False,
     trained: bool = True,
+    sample: bool = False,
 ) -> dict[str, Any]:
     """Measures every fusion at every prompt length; writes `<output>.json`, `.md` and `.png` where one is given.
 
     `prompts` maps a length to ids [B, length]. `static` adds Transformers' own compiled static cache as a
-    second baseline. `trained`: as in `measure`.
+    second baseline. `trained`: as in `measure`. `sample`: times SAMPLING in place of greedy decoding.
     """
     device = next(model.parameters()).device
-    variants = [STOCK, *fusions, *([STATIC] if static else [])]
+    variants, decoding = [STOCK, *fusions, *([STATIC] if static else [])], SAMPLING if sample else GREEDY
     copy_gbps = timing.copy_bandwidth(device).median
     rows: list[dict[str, Any]] = []
     with Progress(transient=True) as progress, torch.no_grad():
@@ -236,7 +247,7 @@ def run(
         for length, ids in prompts.items():
             progress.update(task, description=f"{name}, prompt {length}")
             samples, agreements = measure(
-                model, ids.to(device), variants, new_tokens, rounds, lambda: progress.advance(task), trained
+                model, ids.to(device), variants, new_tokens, rounds, lambda: progress.advance(task), trained, decoding
             )
             rows += rows_of(samples, agreements, length, new_tokens, copy_gbps)
     document = {
@@ -245,7 +256,7 @@ def run(
         "dtype": str(model.dtype).removeprefix("torch."),
         "batch": next(iter(prompts.values())).shape[0],
         "environment": results.environment(device),
-        "settings": {"rounds": rounds, "new_tokens": new_tokens, "variants": variants, "decoding": "greedy"},
+        "settings": {"rounds": rounds, "new_tokens": new_tokens, "variants": variants, "decoding": described(decoding)},
         "copy_gbps": copy_gbps,
         "rows": rows,
     }
@@ -308,7 +319,8 @@ def table(document: dict[str, Any]) -> str:
     head = (
         f"# model.generate, {document['model']}, {document['dtype']}, batch {document['batch']}\n\n"
         f"{env['device_name']}, torch {env['torch']}, transformers {env['transformers']}, commit {env['commit']}, "
-        f"{env['date']}; {document['settings']['new_tokens']} new tokens, greedy, {document['settings']['rounds']} "
+        f"{env['date']}; {document['settings']['new_tokens']} new tokens, {document['settings']['decoding']}, "
+        f"{document['settings']['rounds']} "
         f"paired rounds, medians; copy {document['copy_gbps']:,.0f} GB/s.\n\n"
     )
     return head + results.markdown_table(flat_rows(document), COLUMNS)
