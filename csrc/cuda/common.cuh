@@ -82,6 +82,14 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+inline cudaLaunchAttribute cluster_of(int blocks) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(blocks);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
 // `shared`: bytes of dynamic shared memory. `cluster`: blocks that are on the device together, and reach each other's
 // shared memory (sm_90); 1: each is by itself.
 template <typename... Params, typename... Args>
@@ -91,9 +99,7 @@ void launch_clusters(const char* op, void (*kernel)(Params...), int cluster, dim
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  attributes[1] = cluster_of(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(block));
@@ -103,15 +109,13 @@ void launch_clusters(const char* op, void (*kernel)(Params...), int cluster, dim
   config.numAttrs = device_traits().major < 9 ? 0 : cluster == 1 ? 1 : 2;
   check(op, cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
 }
+
 // How many such clusters the device has room for at once, on sm_90. Where a part of the chip has a number of
 // multiprocessors that is no multiple of a cluster's, they are fewer than all of its multiprocessors would make.
 template <typename... Params>
 int clusters_at_once(const char* op, void (*kernel)(Params...), int cluster, int block, int shared) {
   check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  cudaLaunchAttribute size = {};
-  size.id = cudaLaunchAttributeClusterDimension;
-  size.val.clusterDim.x = static_cast<unsigned>(cluster);
-  size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  cudaLaunchAttribute size = cluster_of(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(cluster));
   config.blockDim = dim3(static_cast<unsigned>(block));

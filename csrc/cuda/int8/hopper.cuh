@@ -112,13 +112,7 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
   int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   int rank = blockIdx.x % splits, groups = (p.G + 2 * splits - 1) / (2 * splits) * 2;
   int first_group = rank * groups, end_group = min(p.G, first_group + groups);
-  if (threadIdx.x == 0) {
-    stages.init(1, 4 * Shape::WARPGROUPS);
-    prefetch_map(&w_map);
-    prefetch_map(&x_map);
-  }
-  __syncthreads();
-  wait_for_previous();
+  begin(stages, 4 * Shape::WARPGROUPS, w_map, x_map);
   Place at;
 
   if (warpgroup == Shape::WARPGROUPS) {

@@ -56,6 +56,18 @@ inline CUtensorMap map_of_rows(const char* op, const void* at, int64_t rows, int
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// What a block begins with: one thread fills its stages, `users` warps empty them.
+__device__ __forceinline__ void begin(const Slots& stages, int users, const CUtensorMap& w_map,
+                                      const CUtensorMap& x_map) {
+  if (threadIdx.x == 0) {
+    stages.init(1, users);
+    prefetch_map(&w_map);
+    prefetch_map(&x_map);
+  }
+  __syncthreads();
+  wait_for_previous();
+}
+
 // Eight results of a token; `left`: how many there are before its row ends. `whole`: all eight, on 16 bytes.
 template <typename T>
 __device__ __forceinline__ void store_results(T* to, uint4 v, int left, bool whole) {

@@ -194,13 +194,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
   // By a shuffle, so that the compiler knows it to be one number a warp, and keeps what follows from it in uniform
   // registers, where the products want their addresses.
   int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp / 4;
-  if (threadIdx.x == 0) {
-    stages.init(1, 4 * Shape::WARPGROUPS);
-    prefetch_map(&w_map);
-    prefetch_map(&x_map);
-  }
-  __syncthreads();
-  wait_for_previous();
+  begin(stages, 4 * Shape::WARPGROUPS, w_map, x_map);
   if (warpgroup == Shape::WARPGROUPS) {
     registers_give<Shape::PRODUCER_REGISTERS>();
     if (warp == 4 * Shape::WARPGROUPS && elected()) load_tiles<Shape>(w_map, x_map, p.K, tiles, stages, shared);
