@@ -17,6 +17,7 @@ from qwen_patch import PatchError, make_plan
 from qwen_patch.modules import Int8Linear, Patched
 from qwen_patch.quantization import convert
 from qwen_patch.quantization.format import dequantize, quantize
+from qwen_patch.quantization.linears import RECORD
 
 GOLDEN = Path(__file__).parent / "golden"
 IDS = token_ids(2, 9)
@@ -153,6 +154,9 @@ def test_a_tied_head_becomes_an_untied_copy_and_is_tied_again():
     qwen_patch.patch_model(model, quantize="int8", lm_head=True, keep_original=True)
     assert isinstance(model.lm_head, Int8Linear)
     assert model.model.embed_tokens.weight is embedding
+    originals = model.__dict__[RECORD].originals
+    alone = sum(p.nbytes for name, m in originals.items() if name != "lm_head" for p in m.parameters())
+    assert convert.kept_bytes(model, torch.device("cpu")) == alone  # the head's is the embedding's
     assert model.all_tied_weights_keys == {}
     model.tie_weights()
     assert model.lm_head.weight.dtype == torch.int8

@@ -41,8 +41,8 @@ def make_int8(
 ) -> None:
     """Makes `names` the int8 linears of `model`. Raises ValueError, with the model as it was, where that can't be.
 
-    One linear at a time; what it was goes to the host's memory, until `forget`, or stays `in_place`. So a GPU never
-    holds more than one linear in both forms, and a failure in the middle is undone bit for bit.
+    One linear at a time; what it was goes to the host's memory, until `forget`, so that a GPU never holds more than one
+    linear in both forms; or it stays `in_place`. A failure in the middle is undone bit for bit.
     """
     names = tuple(names)
     if (found := record_of(model)) is not None:
@@ -85,10 +85,11 @@ def kept(model: nn.Module) -> bool | None:
 
 
 def kept_bytes(model: nn.Module, device: torch.device) -> int:
-    """Of the originals that are there, what lies on `device` beside the int8 ones."""
-    found = record_of(model)
+    """Of the originals, what lies on `device` for them alone: so not the embedding that a head was tied to."""
+    found, held = record_of(model), {id(p) for p in model.parameters()}
     originals = (found and found[1].originals) or {}
-    return sum(p.nbytes for linear in originals.values() for p in linear.parameters() if p.device == device)
+    parameters = (p for linear in originals.values() for p in linear.parameters())
+    return sum(p.nbytes for p in parameters if p.device == device and id(p) not in held)
 
 
 def why_not_back(model: nn.Module) -> str | None:
