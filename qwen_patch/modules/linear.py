@@ -70,11 +70,9 @@ class Int8Linear(nn.Module):
         return self.weight.flatten(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.numel() // self.in_features
-        quantized = self.quantizes(tokens, x.device)
+        op, quantized = self.way_of(x.numel() // self.in_features, x.device)
         if self.activations == "auto" and torch.is_grad_enabled() and x.requires_grad:
-            quantized = False  # in training, a gradient straight through a rounding is for those who ask for it
-        op = self.w8a8_op(tokens, x.device) if quantized else GROUPED
+            op, quantized = GROUPED, False  # in training, a gradient straight through a rounding is for who asks for it
         call = op.reference if self.backend == "reference" else op
         if op is ROTATED:
             return call(x, *_of([self]))
@@ -82,16 +80,22 @@ class Int8Linear(nn.Module):
 
     def quantizes(self, tokens: int, device: torch.device) -> bool:
         """Whether the activations of so many tokens go through int8 too."""
-        if self.activations != "auto":
-            return self.activations == "w8a8"
-        rows = W8A8_FROM_ROWS.get((self.w8a8_op(tokens, device).name, device.type))
-        return rows is not None and tokens >= rows
+        return self.way_of(tokens, device)[1]
 
-    def w8a8_op(self, tokens: int, device: torch.device) -> Op:
-        """What W8A8 of so many tokens goes through: one scale a group on either side, or one a row."""
-        if self.in_features > LARGEST_K or not ROTATED.has_kernel(device):
-            return GROUPED  # before the tokens are looked at: a trace with any number of them stays one
-        return ROTATED if tokens >= ROTATED_FROM_ROWS else GROUPED
+    def way_of(self, tokens: int, device: torch.device) -> tuple[Op, bool]:
+        """The op that so many tokens go through, and whether their activations are quantized too.
+
+        The tokens are looked at last: where they do not matter, a trace with any number of them stays one.
+        """
+        if self.activations == "w8a16":
+            return GROUPED, False
+        rotates = self.in_features <= LARGEST_K and ROTATED.has_kernel(device) and tokens >= ROTATED_FROM_ROWS
+        op = ROTATED if rotates else GROUPED
+        if self.activations == "auto":
+            rows = W8A8_FROM_ROWS.get((op.name, device.type))
+            if rows is None or tokens < rows:
+                return GROUPED, False
+        return op, True
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves follow, casts do not: the scales are the format's, not the model's."""
@@ -112,8 +116,9 @@ def side_by_side(linears: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor 
     """The results of all of them in one tensor [..., sum of N], where ROTATED takes them; else None."""
     tokens = x.numel() // x.shape[-1]
     for linear in linears:
-        rotates = type(linear) is Int8Linear and linear.backend != "reference" and linear.quantizes(tokens, x.device)
-        if not rotates or linear.w8a8_op(tokens, x.device) is not ROTATED:
+        if type(linear) is not Int8Linear or linear.backend == "reference":
+            return None
+        if linear.way_of(tokens, x.device)[0] is not ROTATED:
             return None
     return ROTATED(x, *_of(linears))
 
