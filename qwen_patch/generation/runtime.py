@@ -116,7 +116,7 @@ class Runtime:
             session = self._session(model, call)
             if session is not ready:
                 logits = session.start(call.input_ids, call.starts, call.processors)
-            if call.processors or session.do_sample:
+            if call.processors or session.chooser:
                 logits = minimum_lengths(call.processors)(call.input_ids, logits.to(torch.float32, copy=True))
             session.put(session.chooser(call.input_ids, logits))
             return session, None

@@ -57,7 +57,7 @@ def kept_by_graphs(processors: LogitsProcessorList) -> LogitsProcessorList:
 
 
 def minimum_lengths(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """The others."""
+    """Those that are not."""
     return LogitsProcessorList(item for item in processors if type(item) in MINIMUM_LENGTHS)
 
 

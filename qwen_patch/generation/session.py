@@ -10,10 +10,9 @@ from torch import nn
 from transformers import LogitsProcessorList
 
 from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step
-from .calls import MINIMUM_LENGTHS
 from .forward import forward, mask_of
 from .models import reason_against_kernel, sizes_of, weights_of
-from .sampling import Chooser
+from .sampling import Chooser, minimum_lengths
 
 logger = logging.getLogger("qwen_patch")
 
@@ -42,11 +41,10 @@ def layer_pointers(decoder: nn.Module) -> list[list[int]]:
 def banned_by(processors: LogitsProcessorList) -> list[int]:
     """{column, ids, -1 ...}: the ends of text that the minimal lengths hold back until that column of the history."""
     until, ids = 0, []
-    for item in processors:
-        if type(item) in MINIMUM_LENGTHS:  # calls.py: of the same ends
-            new = getattr(item, "min_new_tokens", None)
-            until = max(until, item.min_length if new is None else item.prompt_length_to_skip + new)
-            ids = item.eos_token_id.flatten().tolist()
+    for item in minimum_lengths(processors):  # calls.py: of the same ends
+        new = getattr(item, "min_new_tokens", None)
+        until = max(until, item.min_length if new is None else item.prompt_length_to_skip + new)
+        ids = item.eos_token_id.flatten().tolist()
     return [until, *ids, *[-1] * (MAX_BANNED - len(ids))]
 
 
@@ -63,7 +61,7 @@ class Session:
     def __init__(
         self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool
     ) -> None:
-        self.rows, self.capacity, self.do_sample = rows, capacity, do_sample
+        self.rows, self.capacity = rows, capacity
         self.decoder = model.model  # not the model, which holds the sessions: it is freed as soon as it is let go
         self.embedding, self.norm, self.head = (
             model.get_input_embeddings().weight, model.model.norm.weight, model.lm_head
