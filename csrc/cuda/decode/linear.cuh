@@ -62,11 +62,7 @@ struct Consumer {
     }
     __syncwarp();
   }
-  // ... as operands of products with weights of W.
-  __device__ __forceinline__ void take(const FromWords& source, int first, int n, int K) {
-    take(source, first, n, K,
-         [&](int c, int b, uint2 v, bool there) { Kept<W>::store(x_at(c, b), b, lane, v, there); });
-  }
+
   // A stage's whole input, with RMSNorm at the stock model's rounding: x * rsqrt, ROUND, times weight, ROUND. V: what
   // the stage's weights are.
   template <typename V>
@@ -215,7 +211,8 @@ struct Consumer {
       int n = min(p.x_chunks, total - first);
       typename Kept<W>::Weights w;
       fetch<W>(w, 0, n, octets > 1);
-      take(source, first, n, K);
+      take(source, first, n, K,
+           [&](int c, int b, uint2 v, bool there) { Kept<W>::store(x_at(c, b), b, lane, v, there); });
       products<W>(w, 0, count, octets, first, n, K, first > 0);
     }
     consumers_sync();

@@ -106,7 +106,8 @@ __device__ __forceinline__ void attention_soon(const Step<T>& p, const LayerWeig
 
 template <typename T, typename W, int D>
 __device__ void produce(const Step<T>& p, const Shares& mine, Producer<W>& to) {
-  // In the order of Consumer::tiles (all chunks of a tile) and of Consumer::phases (those of a phase, tile after tile).
+  // In the order of Consumer::normed (all chunks of a tile) and of Consumer::phases (those of a phase, tile after
+  // tile).
   auto all = [&](auto type, const Rows& rows, int K, int phase) {
     int chunks = chunks_of(K);
 #pragma unroll 1
