@@ -180,9 +180,7 @@ def bench(
     batch: Annotated[int, typer.Option(min=1)] = 1,
     rounds: Annotated[int, typer.Option(min=2, help="Paired rounds; each runs every variant once.")] = 9,
     static: Annotated[bool, typer.Option(help="Also measure cache_implementation='static' (it compiles).")] = False,
-    sample: Annotated[
-        bool, typer.Option(help="Time sampling (temperature 0.7, top-k 20, top-p 0.8), not greedy.")
-    ] = False,
+    sample: Annotated[bool, typer.Option(help="Time sampling as Qwen's generation_config has it, not greedy.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write OUTPUT.json, OUTPUT.md and OUTPUT.png.")] = None,
 ) -> None:
     """Time model.generate, stock and patched, interleaved in one process on one copy of the weights."""
