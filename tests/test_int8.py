@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -101,9 +103,6 @@ def test_without_originals_there_is_no_undo_and_it_says_so():
 
 
 def test_half_the_memory_and_the_originals_are_gone():
-    import gc
-    import weakref
-
     model = bf16("llama", hidden_size=256, intermediate_size=512)
     before = model.get_memory_footprint()
     original = weakref.ref(model.model.layers[0].mlp.up_proj)
@@ -113,6 +112,20 @@ def test_half_the_memory_and_the_originals_are_gone():
     body = before - 2 * 2 * model.model.embed_tokens.weight.numel()  # without embedding and head
     saved = before - model.get_memory_footprint()
     assert 0.45 * body < saved < 0.5 * body
+
+
+@pytest.mark.parametrize("keep_original", [False, True])
+def test_a_model_is_freed_as_soon_as_it_is_let_go(keep_original):
+    model = qwen_patch.patch_model(bf16(), quantize="int8", keep_original=keep_original)
+    gc.collect()
+    gc.disable()
+    try:
+        alive = [weakref.ref(m) for m in (model, copy.deepcopy(model))]
+        assert alive[1]() is None
+        del model
+        assert alive[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_patching_again():

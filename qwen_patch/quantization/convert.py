@@ -23,11 +23,12 @@ class Absent:
 
 @dataclass
 class Record:
-    """What a patch changed in the model whose __dict__ it is in. `originals` is None where they are not kept."""
+    """What a patch changed in the model whose __dict__ it is in, without a reference to that model, whose memory would
+    then be there until Python looks for cycles. `originals` is None where they are not kept."""
 
     names: tuple[str, ...]
     originals: dict[str, nn.Linear] | None
-    attributes: list[tuple[Any, str, Any]] = field(default_factory=list)  # object, attribute, value before
+    attributes: list[tuple[bool, str, Any]] = field(default_factory=list)  # of the config or not, name, value before
     tied: dict[str, str] = field(default_factory=dict)  # of the head that has become an untied copy
 
 
@@ -120,12 +121,14 @@ def _put_back(model: nn.Module, record: Record) -> None:
         if not _is_shared(model, linear):
             linear.to(current.weight.device)
         model.set_submodule(name, linear.train(current.training))
-    for owner, name, before in reversed(record.attributes):
+    _, pretrained = _pretrained(model)
+    for of_config, name, before in reversed(record.attributes):
+        owner = pretrained.config if of_config else pretrained
         if before is Absent:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-    _pretrained(model)[1].all_tied_weights_keys.update(record.tied)
+    pretrained.all_tied_weights_keys.update(record.tied)
 
 
 def _is_shared(model: nn.Module, linear: nn.Linear) -> bool:
@@ -153,19 +156,20 @@ def _declare(model: nn.Module, record: Record, config: QwenPatchInt8Config) -> N
     prefix, pretrained = _pretrained(model)
     config.modules_to_not_convert = [name.removeprefix(f"{prefix}.") for name in config.modules_to_not_convert]
 
-    def change(owner: Any, name: str, value: Any) -> None:
-        record.attributes.append((owner, name, owner.__dict__.get(name, Absent)))
+    def change(name: str, value: Any, of_config: bool = False) -> None:
+        owner = pretrained.config if of_config else pretrained
+        record.attributes.append((of_config, name, owner.__dict__.get(name, Absent)))
         setattr(owner, name, value)
 
-    change(pretrained, "hf_quantizer", QwenPatchInt8Quantizer(config, pre_quantized=True))
-    change(pretrained, "is_quantized", True)
-    change(pretrained, "quantization_method", config.quant_method)
-    change(pretrained.config, "quantization_config", config)
+    change("hf_quantizer", QwenPatchInt8Quantizer(config, pre_quantized=True))
+    change("is_quantized", True)
+    change("quantization_method", config.quant_method)
+    change("quantization_config", config, of_config=True)
     tied = pretrained.all_tied_weights_keys
     converted = {name.removeprefix(f"{prefix}.") for name in record.names}
     heads = {key: source for key, source in tied.items() if key.removesuffix(".weight") in converted}
     if heads:
-        change(pretrained.config, "tie_word_embeddings", False)
+        change("tie_word_embeddings", False, of_config=True)
         record.tied = heads
         for key in heads:
             tied.pop(key)
