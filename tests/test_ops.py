@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
@@ -94,6 +95,16 @@ def test_opcheck(op, device):
             if op.mutates:
                 continue
             torch.library.opcheck(op.differentiable, wanting_gradients(args))
+
+
+@EVERY_OP
+def test_a_reference_waits_for_nothing(op):
+    """So that a CUDA graph can hold it: with tensors that have no values, whoever asks for one gets an error."""
+    fake = FakeTensorMode()
+    for args in op.samples(torch.device("cpu"), torch.bfloat16):
+        valueless = tree_map(lambda a: fake.from_tensor(a) if isinstance(a, torch.Tensor) else a, args)
+        with fake:
+            op.reference(*valueless)
 
 
 @DIFFERENTIABLE

@@ -29,9 +29,7 @@ def reference(
 ) -> torch.Tensor:
     """rotated = round(round(x * cos) + round(rotate_half(x) * sin)), of x = q and x = k, after rms_norm where given.
 
-    The expression of transformers' apply_rotary_pos_emb (RoPE, Su et al. 2021, arXiv:2104.09864). The write is one
-    select over the slots between the lowest and the highest written: a cache may have room for far more, in
-    memory that is not there yet.
+    The expression of transformers' apply_rotary_pos_emb (RoPE, Su et al. 2021, arXiv:2104.09864).
     """
     (batch, tokens, _), (_, _, capacity, head_dim) = q.shape, keys.shape
     q, k, v = (x.unflatten(-1, (x.shape[-1] // head_dim, head_dim)) for x in (q, k, v))
@@ -44,15 +42,16 @@ def reference(
     known = ((positions >= 0) & (positions < limit))[..., None, None]
     cos, sin = (table[positions.clamp(0, limit - 1), None] for table in (cos, sin))
     q, k = (x * cos + torch.cat((-x[..., head_dim // 2 :], x[..., : head_dim // 2]), dim=-1) * sin for x in (q, k))
-    low, high = (max(0, min(capacity, int(end))) for end in (first.min(), first.max() + tokens)) if batch else (0, 0)
-    slots = torch.arange(low, high, device=q.device)
+    # As many slots of a row as there are tokens, all in the cache: none is written twice, and nothing waits for a GPU.
+    count = min(tokens, capacity)
+    slots = first[:, None].clamp(0, capacity - count) + torch.arange(count, device=q.device)
     came = slots - first[:, None]  # the token that belongs into each slot
-    written = ((came >= 0) & (came < tokens) & (slots < limit))[:, None, :, None]
-    if tokens:
-        row = torch.arange(batch, device=q.device)[:, None]
-        for cache, states in ((keys, k), (values, v)):
-            span = cache[:, :, low:high]
-            span.copy_(torch.where(written, states[row, came.clamp(0, tokens - 1)].transpose(1, 2), span))
+    written = ((came >= 0) & (came < tokens) & (slots < limit))[..., None, None]
+    row = torch.arange(batch, device=q.device)[:, None]
+    for cache, states in ((keys, k), (values, v)):
+        cache[row, :, slots] = torch.where(
+            written, states[row, came.clamp(0, max(0, tokens - 1))], cache[row, :, slots]
+        )
     return torch.where(known, q, 0)
 
 
