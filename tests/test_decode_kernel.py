@@ -11,11 +11,10 @@ import pytest
 import torch
 from decoding import edit, random_batch, replace
 from models import assert_parts_only_at_ties, small_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import qwen_patch
 from qwen_patch.generation import captured, graphs, runtime
-from qwen_patch.generation.captured import CapturedSession
 from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
 
@@ -186,11 +185,12 @@ def test_nothing_stale_is_replayed(change):
     before = model.generate(**inputs, **options)
     change(model)
     found = model.generate(**inputs, **options)
-    fresh = CapturedSession(model, 2, 256, LogitsProcessorList(), False)
-    model.__dict__[RUNTIME].sessions.clear()
+    sessions = model.__dict__[RUNTIME].sessions
+    assert {session.embedding.dtype for session in sessions.values()} == {model.dtype}
+    sessions.clear()
     assert torch.equal(model.generate(**inputs, **options), found)
-    assert fresh.embedding.dtype == model.dtype
-    assert torch.equal(found, before) == (change is move)
+    if change is not retype:  # in another dtype the tokens may, and need not, be others
+        assert torch.equal(found, before) == (change is move)
 
 
 def test_a_context_that_shrinks_and_grows_again():
