@@ -54,13 +54,16 @@ def run_every_op() -> int:
     for folder in BUNDLED.values():
         for dtype in (torch.bfloat16, torch.float16):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to("cuda")
+            print("decode_step", dtype, flush=True)
             calls += sum(decode(rows, model) for rows in (1, 3))
+            torch.cuda.synchronize()
     for op in ops.OPS.values():
         for dtype in ops.DTYPES:
+            print(op.name, dtype, flush=True)  # the last of these lines tells where a run has ended
             for args in op.samples(torch.device("cuda"), dtype):
                 op(*args)
                 calls += 1
-    torch.cuda.synchronize()
+            torch.cuda.synchronize()
     return calls
 
 
@@ -80,8 +83,8 @@ def sanitized(tool: str, what: str) -> tuple[int, str]:
     output = result.stdout + result.stderr
     found = SUMMARY.search(output)
     if found is None or (what == "--every-op" and "calls" not in output):
-        errors = [line for line in output.splitlines() if "rror" in line]
-        raise SystemExit("\n".join([f"{tool} gave no summary:", *errors[:20], output[-2000:]]))
+        reached, said = result.stdout.splitlines()[-1:], re.findall("^=========.*", output, re.MULTILINE)
+        raise SystemExit("\n".join([f"{tool} did not come to its end, but to:", *reached, *said[:40]]))
     findings = len(FINDING_IN_OURS.findall(output)) if tool == "initcheck" else int(found[1])
     return findings, output[-1500:]
 
