@@ -24,15 +24,12 @@ from qwen_patch.loading import BUNDLED
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 # initcheck must see who wrote what, so it watches all kernels; its findings in other kernels than ours are not ours.
 OURS_ONLY = ["--kernel-name", "kns=qwen_patch"]
+WATCHED = {"memcheck": OURS_ONLY, "racecheck": OURS_ONLY, "initcheck": [], "synccheck": OURS_ONLY}
 # racecheck does not see that a warp's reads are over when, after __syncwarp, one of its lanes arrives at an mbarrier:
 # it reports a ring that is read so as a race, in a kernel of twenty lines too, and the same ring as none where each
-# lane arrives. decode_step's ring of weights is read so.
-WATCHED = {
-    "memcheck": OURS_ONLY,
-    "racecheck": [*OURS_ONLY, "--kernel-name-exclude", "kns=decode_step"],
-    "initcheck": [],
-    "synccheck": OURS_ONLY,
-}
+# lane arrives. decode_step's ring of weights is read so. It is not run there at all: what racecheck is told to leave out
+# may end in an illegal access, as int8_linear for many tokens did each time it was left out, and never when looked at.
+WITHOUT_DECODE = ["racecheck"]
 FINDING_IN_OURS = re.compile(r"Uninitialized __global__ memory read.*\n=+\s+at .*qwen_patch")
 
 
@@ -48,10 +45,10 @@ def decode(rows: int, model: PreTrainedModel) -> int:
     return 3
 
 
-def run_every_op() -> int:
+def run_every_op(decoding: bool = True) -> int:
     """Each op on each of its samples in each dtype, and decode_step on the bundled models; the number of calls."""
     calls = 0
-    for folder in BUNDLED.values():
+    for folder in BUNDLED.values() if decoding else ():
         for dtype in (torch.bfloat16, torch.float16):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to("cuda")
             print("decode_step", dtype, flush=True)
@@ -82,16 +79,17 @@ def sanitized(tool: str, what: str) -> tuple[int, str]:
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     output = result.stdout + result.stderr
     found = SUMMARY.search(output)
-    if found is None or (what == "--every-op" and "calls" not in output):
-        reached, said = result.stdout.splitlines()[-1:], re.findall("^=========.*", output, re.MULTILINE)
+    if found is None or (what != "--control" and "calls" not in output):
+        said = re.findall("^=========.*", output, re.MULTILINE)
+        reached = [line for line in result.stdout.splitlines() if line not in said][-1:]
         raise SystemExit("\n".join([f"{tool} did not come to its end, but to:", *reached, *said[:40]]))
     findings = len(FINDING_IN_OURS.findall(output)) if tool == "initcheck" else int(found[1])
     return findings, output[-1500:]
 
 
 def main() -> None:
-    if sys.argv[1] == "--every-op":
-        print(run_every_op(), "calls")
+    if sys.argv[1] in ("--every-op", "--without-decode"):
+        print(run_every_op(decoding=sys.argv[1] == "--every-op"), "calls")
         return
     if sys.argv[1] == "--control":
         read_beyond_the_end()
@@ -100,7 +98,7 @@ def main() -> None:
     results = {}
     for tool in WATCHED:
         start = time.time()
-        findings, tail = sanitized(tool, "--every-op")
+        findings, tail = sanitized(tool, "--without-decode" if tool in WITHOUT_DECODE else "--every-op")
         results[tool] = {"findings": findings, "seconds": round(time.time() - start)}
         print(tool, results[tool], tail if findings else "")
     control, _ = sanitized("memcheck", "--control")
@@ -112,7 +110,7 @@ def main() -> None:
         "dtypes": [str(d).removeprefix("torch.") for d in ops.DTYPES],
         "calls": run_every_op(),
         "findings": results,
-        "not_watched": {"racecheck": ["decode_step"]},
+        "not_watched": {tool: ["decode_step"] for tool in WITHOUT_DECODE},
         "control_findings": control,
     }
     Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n")

@@ -76,17 +76,19 @@ def generate() -> str:
 
 
 def decode() -> str:
-    documents = [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/decode_*.json"))]
+    paths = [path for kind in ("decode", "sampling") for path in sorted(RESULTS.glob(f"h200/{kind}_*.json"))]
+    documents = [read(f"h200/{path.name}") for path in paths]
     rows = []
     for document in documents:
-        batch = document["batch"]
+        batch, decoding = document["batch"], document["settings"]["decoding"]
+        how = "" if decoding == "greedy" else f", {decoding}"
         for prompt in prompts_of(document):
             found = variants_at(document, prompt)
             stock, both, static = found["stock"], found["both"], found.get("static")
             low, high = both["decode_vs_stock"]["interval95"]
             rows.append(
                 [
-                    f"{document['model'].removesuffix(' (random)')}, batch {batch}, prompt {prompt}",
+                    f"{document['model'].removesuffix(' (random)')}, batch {batch}, prompt {prompt}{how}",
                     f"{batch * stock['decode_tps']:,.0f}",
                     f"{batch * static['decode_tps']:,.0f}" if static else "",
                     f"**{batch * both['decode_tps']:,.0f}**",
@@ -276,7 +278,11 @@ def tests() -> str:
 
 
 def int8() -> str:
-    speeds, text = read("cpu/int8_smollm2-135m.json"), read("cpu/perplexity_smollm2-135m.json")
+    return "\n\n".join(int8_on(place) for place in ("h200", "cpu"))
+
+
+def int8_on(place: str) -> str:
+    speeds, text = read(f"{place}/int8_smollm2-135m.json"), read(f"{place}/perplexity_smollm2-135m.json")
     found = {row["variant"]: row for row in speeds["rows"]}
     rows = []
     for row in text["rows"]:
@@ -288,7 +294,7 @@ def int8() -> str:
                 f"{row['perplexity']:.2f}",
                 "" if row["variant"] == "stock" else f"{ratio:+.2%} [{low:+.2%}, {high:+.2%}]",
                 f"{row['top1_agreement']:.1%}",
-                f"{speed['decode_tps']:.1f}",
+                f"{speed['decode_tps']:,.0f}",
                 f"{speed['decode_vs_stock']['ratio']:.2f}",
                 f"{speed['first_token_vs_stock']['ratio']:.2f}",
             ]
@@ -309,7 +315,7 @@ def int8_cuda() -> str:
         for prompt in prompts_of(document):
             found = variants_at(document, prompt)
             both = found["both"]
-            for variant in ("int8", "int8-head", "int8-w8a8"):
+            for variant in ("int8", "int8-head", "int8-w8a16"):
                 if (row := found.get(variant)) is None:
                     continue
                 rows.append(
@@ -333,40 +339,34 @@ def int8_cuda() -> str:
     return table(head, rows)
 
 
-GEMM_SHOWN = [(1, "w8a16"), (8, "w8a16"), (16, "w8a16"), (128, "w8a16")]
-GEMM_SHOWN += [(512, "w8a8"), (1472, "w8a8"), (1734, "w8a8"), (2048, "w8a8")]
+GEMM_SHOWN = {1: "w8a16", 8: "w8a16", 16: "w8a16", 128: "w8a16"}
+GEMM_SHOWN |= {512: "w8a8", 1472: "w8a8", 1734: "w8a8", 2048: "w8a8"}
 
 
 def int8_gemm() -> str:
-    """int8_linear and rotated_int8_linear against the library's bfloat16 and int8 products, in one run each."""
+    """Our faster op against the library's bfloat16 and int8 products, in one run each: a row a weight."""
     documents = [read(f"h200/{path.name}") for path in sorted(RESULTS.glob("h200/gemm_*.json"))]
     if len({document["environment"]["commit"] for document in documents}) > 1:
         raise SystemExit("the files of h200/gemm_* are of several commits, and their table names one")
+    cells: dict[tuple[int, int], dict[int, list[dict[str, Any]]]] = {}
+    for row in (row for document in documents for row in document["rows"] if row["us"]):
+        tokens, *weight = row["shape"]
+        cells.setdefault(tuple(weight), {}).setdefault(tokens, []).append(row)
     rows = []
-    for document in documents:
-        shapes = list(dict.fromkeys(tuple(row["shape"]) for row in document["rows"]))
-        for shape in shapes:
-            found = [row for row in document["rows"] if tuple(row["shape"]) == shape and row["us"]]
-            for tokens, kind in GEMM_SHOWN:
-                ours = [row for row in found if row["ours"] and row["type"] == kind]
-                if shape[0] != tokens or not ours:
-                    continue
-                best = min(ours, key=lambda row: row["us"])
-                bf16 = next(r for r in found if (r["type"], r["candidate"]) == ("bf16", "torch linear"))
-                library = [r for r in found if r["candidate"].startswith("torch._int_mm")] if kind == "w8a8" else []
-                rows.append(
-                    [
-                        " x ".join(map(str, shape)),
-                        f"{kind}, {best['candidate']}",
-                        f"{best['us']:.1f}",
-                        f"{bf16['us']:.1f}",
-                        f"**{best['vs_torch_bf16']:.2f}x**",
-                        f"{library[0]['us']:.1f}" if library else "",
-                        f"{best['tflops']:,.0f}" if kind == "w8a8" else "",
-                        f"{100 * best['share_of_copy']:.0f}%" if kind == "w8a16" else "",
-                    ]
-                )
-    head = ["M x N x K", "", "us", "cuBLAS bf16, us", "x cuBLAS", "torch._int_mm alone, us", "TOP/s", "share of copy"]
+    for weight, of_tokens in sorted(cells.items()):
+        row = [" x ".join(map(str, weight))]
+        for tokens, kind in GEMM_SHOWN.items():
+            found = of_tokens.get(tokens, [])
+            ours = [r for r in found if r["ours"] and r["type"] == kind]
+            if not ours:
+                row.append("")
+                continue
+            best = min(ours, key=lambda r: r["us"])
+            library = [r["us"] for r in found if r["candidate"].startswith("torch._int_mm")]
+            more = f"{library[0] / best['us']:.2f}" if kind == "w8a8" else f"{100 * best['share_of_copy']:.0f}%"
+            row.append(f"**{best['vs_torch_bf16']:.2f}** / {more}")
+        rows.append(row)
+    head = ["N x K", *(f"{tokens:,} tokens, {kind}" for tokens, kind in GEMM_SHOWN.items())]
     return f"{conditions(documents[0])}.\n\n{table(head, rows)}"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,4 +264,6 @@ raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 
 
 def test_a_forked_worker():
-    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=100, cwd=__file__.rpartition("/")[0])
+    tests = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent)))}
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=100, env=env)
