@@ -27,8 +27,8 @@ OURS_ONLY = ["--kernel-name", "kns=qwen_patch"]
 WATCHED = {"memcheck": OURS_ONLY, "racecheck": OURS_ONLY, "initcheck": [], "synccheck": OURS_ONLY}
 # racecheck does not see that a warp's reads are over when, after __syncwarp, one of its lanes arrives at an mbarrier:
 # it reports a ring that is read so as a race, in a kernel of twenty lines too, and the same ring as none where each
-# lane arrives. decode_step's ring of weights is read so. It is not run there at all: what racecheck is told to leave out
-# may end in an illegal access, as int8_linear for many tokens did each time it was left out, and never when looked at.
+# lane arrives. decode_step's ring of weights is read so. It is not run there at all: what racecheck is told to leave
+# out may end in an illegal access, as int8_linear for many tokens did each time it was left out, never when looked at.
 WITHOUT_DECODE = ["racecheck"]
 FINDING_IN_OURS = re.compile(r"Uninitialized __global__ memory read.*\n=+\s+at .*qwen_patch")
 
