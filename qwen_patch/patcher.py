@@ -94,6 +94,9 @@ def unpatch_model(model: Model) -> Model:
     """
     if (reason := convert.why_not_back(model)) is not None:
         raise PatchError(reason)
+    for name, module in model.named_modules():
+        if isinstance(module, Patched) and "replacement" not in type(module).__dict__:
+            raise PatchError(f"{name} has become a {type(module).__name__} since the patch: undo that first")
     _undo_fusion(model)
     convert.give_back(model)
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from models import FAMILIES, answers, small_model, token_ids
 from torch import nn
+from torch.nn.utils import parametrize
 
 import qwen_patch
+from qwen_patch import PatchError
 from qwen_patch.modules import Patched
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
+IDS = token_ids(1, 7)
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +225,55 @@ def test_two_models_in_two_threads():
     assert [len(r) for r in results] == [5, 5]
     assert all(torch.equal(r, expected) for r in results[0] + results[1])
     assert not any(isinstance(m, Patched) for m in models[1].modules())
+
+
+def test_forward_mode_derivatives():
+    """Equal: a dual tensor goes through the stock expressions."""
+    model = small_model("qwen3", attn_implementation="eager")
+    inputs, tangents = torch.randn(2, 1, 5, model.config.hidden_size)
+
+    def derivative(function, *at):
+        return torch.func.jvp(function, at, (tangents[..., : at[0].shape[-1]],))[1]
+
+    expected = derivative(lambda x: model(inputs_embeds=x).logits, inputs)
+    qwen_patch.patch_model(model)
+    assert torch.equal(derivative(lambda x: model(inputs_embeds=x).logits, inputs), expected)
+    found = derivative(lambda x: qwen_patch.ops.silu_mul(x, x), inputs)
+    assert torch.equal(found, derivative(lambda x: torch.nn.functional.silu(x) * x, inputs))
+
+
+def test_replicas_for_data_parallel():
+    """As torch.nn.DataParallel makes them, of every module for itself, here of one device."""
+    model = qwen_patch.patch_model(small_model("qwen3"))
+    expected = answers(model, IDS).logits
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for name, child in module.named_children():
+            setattr(replica, name, replicas[child])
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.detach())
+    found = answers(replicas[model], IDS).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # float32, of the stock forwards
+    assert torch.equal(answers(model, IDS).logits, expected)
+
+
+def test_a_forward_kept_beyond_the_undo_is_the_stock_one():
+    model = small_model("qwen3")
+    expected = answers(model, IDS).logits
+    qwen_patch.patch_model(model)
+    layer = model.model.layers[0]
+    for module in (layer, layer.mlp, layer.input_layernorm):
+        module.forward = functools.partial(module.forward)
+    qwen_patch.unpatch_model(model)
+    assert torch.equal(answers(model, IDS).logits, expected)
+    model.train()(IDS).logits.sum().backward()
+
+
+def test_a_class_changed_since_the_patch_is_not_undone():
+    model = qwen_patch.patch_model(small_model("qwen3"))
+    norm = model.model.layers[0].input_layernorm
+    parametrize.register_parametrization(norm, "weight", nn.Identity())
+    with pytest.raises(PatchError, match=r"layers\.0\.input_layernorm has become a ParametrizedQwen3RMSNorm since"):
+        qwen_patch.unpatch_model(model)
+    parametrize.remove_parametrizations(norm, "weight")
+    assert not any(isinstance(m, Patched) for m in qwen_patch.unpatch_model(model).modules())

@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 from models import FAMILIES, TOKENS, VISION, VISION_PIXELS, answers, small_model, token_ids
+from torch import nn
 
 import qwen_patch
 from qwen_patch.modules import FusedRMSNorm, Patched
@@ -18,6 +19,7 @@ from qwen_patch.recipes import RECIPES
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 FUSION = pytest.mark.parametrize("fusion", [f for f in RECIPES if f != "none"])
+IDS = token_ids(1, 7)
 CHANGES = (qwen_patch.unpatch_model, qwen_patch.patch_model)
 
 
@@ -222,6 +224,41 @@ def _compare_hooked(where, register, mode):
         assert torch.equal(model(ids).logits, expected)
         handle.remove()
         assert torch.equal(model(ids).logits, plain)
+
+
+class _Around(nn.Module):
+    """A module in the layer's place that edits its output."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.attention_type = layer, getattr(layer, "attention_type", None)
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs).add_(1.0)
+
+
+def _edited_by_its_forward(model):
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs).add_(1.0)
+
+
+def _edited_by_a_wrapper(model):
+    model.model.layers[1] = _Around(model.model.layers[1])
+
+
+@pytest.mark.parametrize("edit", [_edited_by_its_forward, _edited_by_a_wrapper])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_sum_edited_between_two_layers_without_a_hook(edit, mode):
+    logits = []
+    for patch in (False, True):
+        model = small_model("qwen3", torch.bfloat16)
+        if patch:
+            qwen_patch.patch_model(model, backend="reference")
+        edit(model)
+        with mode():
+            logits.append(model(IDS).logits)
+    assert torch.equal(*logits)
 
 
 def test_global_hooks_fire_as_often_as_in_the_stock_model():

@@ -9,7 +9,8 @@ Decode in eager mode is bound by the work on the host, so the replacement forwar
 
 In training mode they hand over to the stock forward, so that a training step is exactly stock, under any kind of
 gradient checkpointing. So they do under torch.compile and torch.export: a compiler fuses the stock expressions itself,
-and could not see into an op of ours.
+and could not see into an op of ours. A forward that somebody has wrapped in one of their own, and kept beyond the undo,
+finds a stock object then, and is the stock forward.
 """
 
 from __future__ import annotations
@@ -35,8 +36,15 @@ class Patched(nn.Module):
     transient: ClassVar[tuple[str, ...]] = ()  # of these, the ones that live within a forward only
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
-        """`type(model)(config)` and `type(model).from_pretrained(...)` make stock objects: one instance is patched."""
-        return cls.stock(*args, **kwargs)
+        """`type(model)(config)` and `type(model).from_pretrained(...)` make stock objects: one instance is patched.
+        Without arguments, which all stock modules need, it is torch that makes a replica of one."""
+        return cls.stock(*args, **kwargs) if args or kwargs else object.__new__(cls)
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        replica = super()._replicate_for_data_parallel()
+        for key in self.wiring:  # to modules that are not replicas
+            replica.__dict__.pop(key, None)
+        return replica
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         state = {key: value for key, value in self.__dict__.items() if key not in self.transient}

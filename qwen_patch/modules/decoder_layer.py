@@ -21,7 +21,7 @@ class FusedDecoderLayer(Patched):
 
     The layer still returns the full sum, so that hidden states, caches and hooks see what they see in the stock model.
     The fusion across the border is left out where hooks on this layer's output or the next layer's input might edit
-    the sum in between.
+    the sum in between, and for inference tensors, which don't tell that anybody else has.
     """
 
     wiring = (NEXT_NORM,)
@@ -29,6 +29,8 @@ class FusedDecoderLayer(Patched):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Takes what the stock layer takes, by name. The names differ between versions of Transformers (past_key_values
         became cache), and all of them go on to the attention."""
+        if not isinstance(self, Patched):
+            return type(self).forward(self, hidden_states, *args, **kwargs)
         if args or self.training or torch.compiler.is_compiling():
             return super().forward(hidden_states, *args, **kwargs)
         kwargs.setdefault("attention_mask", None)  # the attention has no default for it
@@ -40,7 +42,7 @@ class FusedDecoderLayer(Patched):
         hidden_states = modules["mlp"](norm(residual))
 
         next_norm, next_layer = self.__dict__.get(NEXT_NORM, (None, None))
-        if next_norm is None or _may_be_edited(self, next_layer):
+        if next_norm is None or residual.is_inference() or _may_be_edited(self, next_layer):
             return residual + hidden_states
         return add_before(next_norm, hidden_states, residual)
 
