@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from .families import LINEAR
 from .modules import FastGenerate, Patched, patched_class
@@ -50,6 +51,7 @@ def patch_model(
     were; `explain` tells what was replaced and what not. Patching again with the same arguments does nothing, with
     others it re-plans. Raises PatchError, with the model as it was, where nothing can be done.
     """
+    outer, model = model, _subject_of(model)
     plan = make_plan(model, fusion, backend, generation, quantize, activations, lm_head)
     if keep_original not in (False, True, "device"):
         raise PatchError(f"unknown keep_original {keep_original!r}: supported are False, True, device")
@@ -58,7 +60,7 @@ def patch_model(
     if keep_original and convert.kept(model) is False:
         raise PatchError(f"{convert.NOT_KEPT}: keep_original=True comes too late")
     if current_plan(model) == plan and convert.kept(model) in (None, bool(keep_original)):
-        return model
+        return outer
     try:
         _quantize(model, plan, keep_original == "device")
     except ValueError as error:
@@ -83,7 +85,7 @@ def patch_model(
         raise
     if not keep_original:
         convert.forget(model)
-    return model
+    return outer
 
 
 def unpatch_model(model: Model) -> Model:
@@ -122,14 +124,34 @@ def _undo_fusion(model: nn.Module) -> None:
         module.__dict__.pop(PLAN, None)
 
 
+def _subject_of(model: nn.Module) -> nn.Module:
+    """The model of Transformers in a wrapper, PEFT's or somebody's own: a patch is the same from outside and inside."""
+
+    def outermost(module: nn.Module) -> Iterator[nn.Module]:
+        if isinstance(module, PreTrainedModel):
+            yield module
+        else:
+            for child in module.children():
+                yield from outermost(child)
+
+    found = list(outermost(model))
+    return found[0] if len(found) == 1 else model
+
+
 def current_plan(model: nn.Module) -> Plan | None:
-    """The plan that `model`, or a model inside it, was patched with."""
-    return next((m.__dict__[PLAN] for m in model.modules() if PLAN in m.__dict__), None)
+    """The plan that `model`, or a model inside it, was patched with; None where modules have been exchanged since."""
+    found = next(((m, m.__dict__[PLAN]) for m in model.modules() if PLAN in m.__dict__), None)
+    return found[1] if found is not None and _is_applied(*found) else None
+
+
+def _is_applied(model: nn.Module, plan: Plan) -> bool:
+    modules = dict(model.named_modules())
+    return all(isinstance(modules.get(d.name), Patched) for d in plan.replaced if d.site in RECIPES[plan.fusion])
 
 
 def explain(model: nn.Module) -> Plan:
     """What was replaced in a patched model, what was not, and why; for a stock model, what `patch_model` would do."""
-    plan = current_plan(model) or make_plan(model)
+    plan = current_plan(model) or make_plan(_subject_of(model))
     reasons = {m.last_reason for m in model.modules() if isinstance(m, FastGenerate) and m.last_reason}
     calls = tuple(f"the last generate ran Transformers' own loop: {reason}" for reason in sorted(reasons))
     return replace(plan, notes=plan.notes + calls)

@@ -206,6 +206,40 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch, error, 
     assert torch.equal(answers(model, IDS).logits, expected)
 
 
+@pytest.mark.parametrize("then", [qwen_patch.unpatch_model, qwen_patch.patch_model, "int8"])
+def test_an_undo_interrupted_goes_on(then, monkeypatch):
+    model = bf16()
+    before = state_of(model)
+    options = {"quantize": "int8", "keep_original": True}
+    qwen_patch.patch_model(model, **options)
+    place, calls = nn.Module.set_submodule, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return place(*args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "set_submodule", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        qwen_patch.unpatch_model(model)
+    if then == "int8":
+        qwen_patch.patch_model(model, **options)
+        assert len(linears(model)) == 7 * len(model.model.layers)
+    else:
+        then(model)
+        assert not linears(model)
+    assert_same_state(state_of(qwen_patch.unpatch_model(model)), before)
+
+
+def test_undo_after_a_cast():
+    model = qwen_patch.patch_model(bf16(), quantize="int8", keep_original=True)
+    model.to(torch.float16)
+    expected = bf16().to(torch.float16).state_dict()
+    found = qwen_patch.unpatch_model(model).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_failure_after_the_linears_gives_them_back(monkeypatch):
     model = bf16()
     before = state_of(model)

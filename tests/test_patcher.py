@@ -14,7 +14,7 @@ from models import FAMILIES, TOKENS, VISION, VISION_PIXELS, answers, small_model
 from torch import nn
 
 import qwen_patch
-from qwen_patch.modules import FusedRMSNorm, Patched
+from qwen_patch.modules import FusedRMSNorm, Int8Linear, Patched
 from qwen_patch.recipes import RECIPES
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -139,6 +139,33 @@ def test_patching_again_is_a_no_op_or_a_new_plan():
     assert {d.site for d in qwen_patch.explain(model).replaced} == {"mlp"}
     qwen_patch.patch_model(model, fusion="none")
     assert torch.equal(answers(model, ids).logits, expected)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.score = model, nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8", "keep_original": True}])
+def test_a_wrapper_and_what_is_in_it_are_patched_alike(options):
+    model = small_model("qwen3", torch.bfloat16)
+    expected, wrapper = answers(model, IDS).logits, Wrapper(model)
+    for patched, undone in ((wrapper, model), (model, wrapper), (wrapper, wrapper)):
+        assert qwen_patch.patch_model(patched, **options) is patched
+        assert qwen_patch.explain(wrapper) == qwen_patch.explain(model)
+        assert isinstance(model.model.norm, Patched)
+        assert qwen_patch.unpatch_model(undone) is undone
+        assert not any(isinstance(m, Patched | Int8Linear) for m in wrapper.modules())
+        assert torch.equal(answers(model, IDS).logits, expected)
+
+
+def test_a_layer_exchanged_since_the_patch_is_patched_again():
+    model = qwen_patch.patch_model(small_model("qwen3"))
+    model.model.layers[1] = small_model("qwen3").model.layers[1]
+    qwen_patch.patch_model(model)
+    assert isinstance(model.model.layers[1], Patched)
+    assert isinstance(model.model.layers[1].mlp, Patched)
 
 
 def test_context_manager_brings_back_what_was_there():

@@ -27,6 +27,7 @@ class Record:
     then be there until Python looks for cycles. `originals` is None where they are not kept."""
 
     names: tuple[str, ...]
+    dtype: torch.dtype  # of the model
     originals: dict[str, nn.Linear] | None
     attributes: list[tuple[bool, str, Any]] = field(default_factory=list)  # of the config or not, name, value before
     tied: dict[str, str] = field(default_factory=dict)  # of the head that has become an untied copy
@@ -49,11 +50,12 @@ def make_int8(
     if (found := record_of(model)) is not None:
         owner, record = found
         prefix = next(name for name, module in model.named_modules() if module is owner)
-        if record.names == tuple(name.removeprefix(f"{prefix}.") for name in names):
+        same = record.names == tuple(name.removeprefix(f"{prefix}.") for name in names)
+        if same and not any(_is_back(owner, record, name) for name in record.names):
             _set_mode(owner, record.names, config, backend)
             return
         give_back(model)
-    record = Record(names, {})
+    record = Record(names, _pretrained(model)[1].dtype, {})
     try:
         for name in names:
             linear = model.get_submodule(name)
@@ -101,12 +103,20 @@ def why_not_back(model: nn.Module) -> str | None:
     owner, record = found
     if record.originals is None:
         return f"{NOT_KEPT}: load the model again"
-    covered = next((n for n in record.names if not isinstance(owner.get_submodule(n), Int8Linear)), None)
-    return None if covered is None else f"{covered} has adapters over its int8 weights: unload them first"
+    for name in record.names:
+        if not (_is_back(owner, record, name) or isinstance(owner.get_submodule(name), Int8Linear)):
+            return f"{name} has adapters over its int8 weights: unload them first"
+    return None
+
+
+def _is_back(model: nn.Module, record: Record, name: str) -> bool:
+    """Whether an undo that did not come to its end has put this original back."""
+    return record.originals is not None and model.get_submodule(name) is record.originals[name]
 
 
 def give_back(model: nn.Module) -> None:
-    """Puts the originals back, on the devices where the int8 ones are now. Raises ValueError where they are gone."""
+    """Puts the originals back, where the int8 ones are now, in the dtype that the model has now. Raises ValueError
+    where they are gone. One that was interrupted goes on where it was."""
     if (reason := why_not_back(model)) is not None:
         raise ValueError(reason)
     if (found := record_of(model)) is not None:
@@ -116,12 +126,12 @@ def give_back(model: nn.Module) -> None:
 
 
 def _put_back(model: nn.Module, record: Record) -> None:
+    _, pretrained = _pretrained(model)
     for name, linear in record.originals.items():
         current = model.get_submodule(name)
         if not _is_shared(model, linear):
-            linear.to(current.weight.device)
+            linear.to(current.weight.device, None if pretrained.dtype == record.dtype else pretrained.dtype)
         model.set_submodule(name, linear.train(current.training))
-    _, pretrained = _pretrained(model)
     for of_config, name, before in reversed(record.attributes):
         owner = pretrained.config if of_config else pretrained
         if before is Absent:
