@@ -13,7 +13,7 @@ import torch
 from models import VISION, answers, small_model
 from safetensors.torch import load_file, save_file
 from test_int8 import IDS, bf16, linears
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import qwen_patch
@@ -134,9 +134,32 @@ def test_what_was_left_alone_stays_so(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert linears(again).keys() == linears(model).keys()
     assert {m.activations for m in linears(again).values()} == {"w8a8"}
-    config = QwenPatchInt8Config(modules_to_not_convert=["model.layers.0.mlp.down_proj"])
+
+
+@pytest.mark.parametrize(
+    ("entries", "left"),
+    [
+        (["model.layers.0.mlp.down_proj"], 41),
+        (["down_proj", "lm_head"], 36),
+        (["model.layers.0", "mlp.up_proj"], 30),
+        (["model.layers"], 0),
+        (["own_proj"], None),
+        (["model.layers.0.mlp.down"], None),
+    ],
+)
+def test_names_of_what_is_left_alone(entries, left, tmp_path):
+    config = QwenPatchInt8Config(modules_to_not_convert=entries)
+    if not left:
+        message = "nothing to quantize" if left == 0 else f"modules_to_not_convert has {entries[0]}, and no linear"
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(TINY, quantization_config=config)
+        return
     model = AutoModelForCausalLM.from_pretrained(TINY, quantization_config=config)
-    assert len(linears(model)) == 41
+    assert len(linears(model)) == left
+    model.save_pretrained(tmp_path)
+    assert linears(AutoModelForCausalLM.from_pretrained(tmp_path)).keys() == linears(model).keys()
+    body = AutoModel.from_pretrained(tmp_path)  # whose names begin after "model."
+    assert {f"model.{name}" for name in linears(body)} == linears(model).keys()
 
 
 PLACES = {"": "cpu"}

@@ -19,7 +19,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..families import LINEAR
+from ..families import LINEAR, LM_HEAD
 from ..modules.linear import ACTIVATIONS, Int8Linear, as_stored
 from ..plan import find_family
 from .format import GROUP, quantize
@@ -35,7 +35,8 @@ class QwenPatchInt8Config(QuantizationConfigMixin):
     """int8 linears: symmetric, one float32 scale for each row and 64 values along K.
 
     activations: "auto", "w8a16" (weights only) or "w8a8" (activations quantized too). lm_head: whether the head is int8
-    too, as an untied copy where it is tied to the embedding. modules_to_not_convert: names of linears to leave alone.
+    too, as an untied copy where it is tied to the embedding. modules_to_not_convert: linears to leave alone, by their
+    names, by the ends of these ("down_proj") or by what they are in ("model.layers.0").
     Raises ValueError for settings, or the settings of a checkpoint, that this version does not know.
     """
 
@@ -102,7 +103,11 @@ class QwenPatchInt8Quantizer(HfQuantizer):
         config = self.quantization_config
         head_now = config.lm_head and not self._head_is_tied(model)
         found = find_linears(model, find_family(model), head_now, loaded=False)
-        left = set(config.modules_to_not_convert)
+        asked = config.modules_to_not_convert
+        left = {f.name for f in found if any(_names(entry, f.name) for entry in asked)}
+        unknown = [e for e in asked if e != LM_HEAD and not any(_names(e, f.name) for f in found)]
+        if unknown and not self.pre_quantized:
+            raise ValueError(f"modules_to_not_convert has {unknown[0]}, and no linear of the model is that or in it")
         chosen = [f for f in found if f.reason is None and f.name not in left]
         if not chosen:
             raise ValueError(f"nothing to quantize: {'; '.join(sorted({f.reason or 'asked for' for f in found}))}")
@@ -199,6 +204,15 @@ def check_checkpoint(model: PreTrainedModel, names: list[str], files: list[str] 
                 raise ValueError(f"the checkpoint has no {name}.{tensor}: write or fetch it again")
             if has != (dtype, list(shape)):
                 raise ValueError(f"the checkpoint's {name}.{tensor} is {has[0]} {has[1]}, not {dtype} {list(shape)}")
+
+
+def _names(entry: str, name: str) -> bool:
+    """Whether an entry of modules_to_not_convert means that linear. A checkpoint's entries may be those of the model
+    with its head, where the names are those of the model without."""
+    return any(
+        f".{name}.".startswith(f".{entry}.") or f".{name}.".endswith(f".{entry}.")
+        for entry, name in ((entry, name), (_tail(entry), _tail(name)))
+    )
 
 
 def _tail(key: str) -> str:
