@@ -163,7 +163,8 @@ def measure(
         for variant in variants if i % 2 == 0 else reversed(variants):
             activate(model, variant, originals)
             if isinstance(model, FastGenerate):  # its graphs went with the patch; what capturing costs is in `cold_s`
-                generate(model, variant, ids, new_tokens, decoding)
+                for tokens in (1, new_tokens):  # they may be of two sessions
+                    generate(model, variant, ids, tokens, decoding)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             sample = samples[variant]
