@@ -1,6 +1,6 @@
 """qwen_patch: `patch_model(model)`, and the same Qwen model answers the same, faster."""
 
-from .patcher import explain, patch_model, patched, unpatch_model
+from .patcher import explain, patch_model, patched, release, unpatch_model
 from .plan import PatchError, Plan, make_plan
 from .quantization.quantizer import QwenPatchInt8Config
 
@@ -14,5 +14,6 @@ __all__ = [
     "make_plan",
     "patch_model",
     "patched",
+    "release",
     "unpatch_model",
 ]

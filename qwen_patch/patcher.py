@@ -104,6 +104,17 @@ def unpatch_model(model: Model) -> Model:
     return model
 
 
+def release(model: Model) -> Model:
+    """Frees what `generate` keeps between calls: keys and values, CUDA graphs. The next call makes new ones.
+
+    Returns the same object. unpatch_model frees them too, and so does moving or casting the model.
+    """
+    for module in model.modules():
+        if isinstance(module, FastGenerate):
+            module.release()
+    return model
+
+
 def _quantize(model: nn.Module, plan: Plan, in_place: bool) -> None:
     if plan.quantize is None:
         convert.give_back(model)

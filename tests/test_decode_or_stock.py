@@ -138,6 +138,11 @@ def limited(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def seeing_all(model: PreTrainedModel) -> PreTrainedModel:
+    model.model.layers[1].self_attn.is_causal = False
+    return model
+
+
 def adapted(model: PreTrainedModel) -> PreTrainedModel:
     return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")).eval()
 
@@ -150,8 +155,9 @@ def adapted(model: PreTrainedModel) -> PreTrainedModel:
         (lambda model: model.train(), "the model is in training mode"),
         (scaled, "its attentions are not alike"),
         (limited, "its embedding has a maximal norm"),
+        (seeing_all, "the attention of model.layers.1.self_attn is not causal"),
     ],
-    ids=["hook", "adapter", "training", "scaling", "max_norm"],
+    ids=["hook", "adapter", "training", "scaling", "max_norm", "not causal"],
 )
 def test_models_that_the_stock_loop_takes(change, reason):
     model = qwen_patch.patch_model(small_model("qwen3"))
@@ -160,6 +166,18 @@ def test_models_that_the_stock_loop_takes(change, reason):
     changed = change(model)
     changed.generate(input_ids=token_ids(1, 5), max_new_tokens=3, do_sample=False)
     assert model.last_reason.startswith(reason)
+
+
+def test_beams_are_told_too_and_no_longer_than_they_last(caplog):
+    caplog.set_level("INFO", "qwen_patch")
+    model = qwen_patch.patch_model(small_model("qwen3"))
+    for _ in range(2):
+        model.generate(token_ids(1, 5), max_new_tokens=3, num_beams=2)
+        (note,) = qwen_patch.explain(model).notes
+        assert note == "the last generate ran Transformers' own loop: it was neither greedy search nor sampling"
+    assert len([r for r in caplog.records if "neither" in r.getMessage()]) == 1
+    model.generate(token_ids(1, 5), **OPTIONS)
+    assert not qwen_patch.explain(model).notes
 
 
 def test_another_activation_goes_to_the_stock_loop():

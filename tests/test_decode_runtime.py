@@ -10,15 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import compared, left_padded
+from decoding import compared, left_padded, without_kernel
 from models import assert_parts_only_at_ties, small_model, token_ids
 from peft import LoraConfig, get_peft_model
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, PreTrainedModel
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessorList,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 import qwen_patch
-from qwen_patch.generation import captured, models
+from qwen_patch.generation import captured, models, session
+from qwen_patch.generation.forward import mask_of
 from qwen_patch.generation.session import Session
 from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
@@ -207,6 +215,67 @@ def test_minimal_lengths(each_way):
     end = int(compared(model, left_padded(6))[0, 9])
     for minimum in ({"min_new_tokens": 9}, {"min_length": 12}, {"min_new_tokens": 20}):
         compared(model, left_padded(6), eos_token_id=[end, 3], pad_token_id=0, **minimum)
+
+
+def test_an_end_of_text_beyond_the_vocabulary(each_way):
+    """Nothing to hold back, in a step of its own or in one that runs processors."""
+    model = small_model("qwen2")
+    ends = {"eos_token_id": [3, model.config.vocab_size], "pad_token_id": 0, "min_new_tokens": 9}
+    compared(model, left_padded(6), **ends)
+    compared(model, left_padded(6), **ends, repetition_penalty=1.2)
+
+
+def test_a_config_class_of_somebodys_own(each_way):
+    class OwnConfig(Qwen2Config):
+        model_type = "somebodys-own"
+
+    shape = small_model("qwen2").config.to_dict()
+    config = OwnConfig(**{key: value for key, value in shape.items() if key not in ("model_type", "dtype")})
+    torch.manual_seed(0)
+    compared(Qwen2ForCausalLM(config).eval(), left_padded(6, 3))
+
+
+def test_the_plain_forward_reads_no_more_of_the_cache_than_is_in_use(monkeypatch):
+    """On a CPU: a cache has room for the longest answer, and attention over all of that took most of the time."""
+    without_kernel(monkeypatch)
+    monkeypatch.setattr(
+        session, "mask_of", lambda first, slots, dtype: asked.append(slots) or mask_of(first, slots, dtype)
+    )
+    asked: list[int] = []
+    compared(small_model("qwen3", max_position_embeddings=9000), left_padded(6, 3), max_length=9000, max_time=0.1)
+    assert asked == list(range(7, 7 + len(asked)))
+
+
+@pytest.mark.parametrize("freed", [qwen_patch.release, qwen_patch.unpatch_model, torch.nn.Module.double])
+def test_buffers_are_freed(freed, each_way):
+    model = qwen_patch.patch_model(small_model("qwen3"))
+    model.generate(**left_padded(5), max_new_tokens=3)
+    (kept,) = map(weakref.ref, model.__dict__[RUNTIME].sessions.values())
+    assert freed(model) is model
+    gc.collect()
+    assert kept() is None
+    compared(model.float(), left_padded(5))
+
+
+def test_processors_of_the_callers_changed_later(each_way):
+    model, top_k = qwen_patch.patch_model(small_model("qwen3")), TopKLogitsWarper(50)
+    options = {"max_new_tokens": 20, "do_sample": True, "top_k": 0}
+    found = []
+    for given in (top_k, TopKLogitsWarper(50)):
+        torch.manual_seed(0)
+        found.append(model.generate(**left_padded(5), logits_processor=LogitsProcessorList([given]), **options))
+        assert model.last_reason is None
+        top_k.top_k = 1
+    assert torch.equal(*found)
+
+
+def test_a_streamer_that_writes_into_what_it_is_given(each_way):
+    model = small_model("qwen3")
+    expected = compared(model, left_padded(5))
+    streamer = SimpleNamespace(put=lambda tokens: tokens.zero_() if tokens.dim() == 1 else None, end=lambda: None)
+    assert torch.equal(
+        model.generate(**left_padded(5), max_new_tokens=20, do_sample=False, streamer=streamer), expected
+    )
 
 
 def test_stop_strings_and_streamer(each_way):

@@ -82,7 +82,7 @@ def reason_against_call(call: Call) -> str | None:
         return "it is being compiled"
     if len(input_ids) > MAX_ROWS:
         return f"{len(input_ids)} sequences at once: the runtime takes up to {MAX_ROWS}"
-    if input_ids.shape[1] == 0:
+    if input_ids.numel() == 0:
         return "the prompt is empty"
     if call.synced_gpus:
         return "several GPUs generate in step"

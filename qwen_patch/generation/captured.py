@@ -101,6 +101,9 @@ class CapturedSession(Session):
 
         return wait
 
+    def _slots_in_use(self) -> int:
+        return self.capacity  # a graph has one size
+
     def _steps(self, tokens: int) -> None:
         for _ in range(tokens):
             self._work()

@@ -40,7 +40,7 @@ RECORDER = "transformers.utils.output_capturing"
 # What may be put on a model, or a layer, and would be used in the stock loop.
 NUMBERS = (
     "variance_epsilon", "scaling", "attention_scaling", "rope_type", "head_dim", "num_key_value_groups",
-    "activations", "backend", "max_norm",
+    "activations", "backend", "max_norm", "is_causal",
 )  # fmt: skip
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
 
@@ -166,7 +166,10 @@ def _of_modules(model: nn.Module) -> str | None:
             model,
         ):
             return f"{name} has been replaced on the instance"
-    family = FAMILIES[model.config.model_type]
+    cls = stock_class(model)
+    family = next((f for f in FAMILIES.values() if (f.module, f.causal_lm) == (cls.__module__, cls.__name__)), None)
+    if family is None:
+        return f"it is a {cls.__module__}.{cls.__name__}"
     prefix = family.rms_norm.removesuffix("RMSNorm")
     own = {prefix + part for part in OF_A_FAMILY}
     for name, module in model.named_modules():
@@ -177,6 +180,8 @@ def _of_modules(model: nn.Module) -> str | None:
             return f"the forward of {where} has been replaced on the instance"
         if module.training:
             return "the model is in training mode"
+        if getattr(module, "is_causal", True) is not True:
+            return f"the attention of {where} is not causal"
         cls = stock_class(module)
         at_home = cls.__module__.startswith(("torch.nn.modules.", "transformers.activations"))
         known = (cls.__module__ == family.module and cls.__name__ in own) or (at_home and cls.__name__ in PLAIN)

@@ -53,6 +53,17 @@ class Runtime:
         self.last_reason: str | None = None
         self.told: set[str] = set()
 
+    def release(self) -> None:
+        """Frees buffers and graphs; a call under way in another thread keeps its own until it ends."""
+        self.sessions.clear()
+
+    def tell(self, reason: str) -> None:
+        """Why a call was not the runtime's: for `explain`, and once for the log."""
+        self.last_reason = reason
+        if reason not in self.told:
+            self.told.add(reason)
+            logger.info("generate runs Transformers' own loop: %s", reason)
+
     def run(self, model: nn.Module, call: Call) -> torch.Tensor | None:
         """What generate's sampling loop returns; None where Transformers' own is to run, for `last_reason`."""
         reason = reason_against_config(model) or reason_against_call(call)
@@ -64,10 +75,7 @@ class Runtime:
                     if session is not None:
                         self.last_reason = None
                         return _decode(session, rows, call.streamer, self.known.weights)
-        self.last_reason = reason
-        if reason not in self.told:
-            self.told.add(reason)
-            logger.info("generate runs Transformers' own loop: %s", reason)
+        self.tell(reason)
         return None
 
     @contextmanager
@@ -190,7 +198,7 @@ def _decode(session: Session, rows: _Rows, streamer: Any, weights: Weights) -> t
     for tokens in _tokens(session, rows.room, weights):
         shown = rows.add(tokens)
         if streamer is not None:
-            streamer.put(shown)
+            streamer.put(shown.clone())  # which may write into it
         if rows.done:
             break
     if streamer is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
@@ -52,8 +54,8 @@ def short_list_of(processors: LogitsProcessorList, vocabulary: int) -> tuple[int
 
 
 def kept_by_graphs(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those that are part of a captured step; minimal lengths are told to it before each call."""
-    return LogitsProcessorList(item for item in processors if type(item) not in MINIMUM_LENGTHS)
+    """Copies of those that are part of a captured step; minimal lengths are told to it before each call."""
+    return LogitsProcessorList(copy.copy(item) for item in processors if type(item) not in MINIMUM_LENGTHS)
 
 
 def minimum_lengths(processors: LogitsProcessorList) -> LogitsProcessorList:

@@ -38,13 +38,14 @@ def layer_pointers(decoder: nn.Module) -> list[list[int]]:
     return rows
 
 
-def banned_by(processors: LogitsProcessorList) -> list[int]:
-    """{column, ids, -1 ...}: the ends of text that the minimal lengths hold back until that column of the history."""
+def banned_by(processors: LogitsProcessorList, vocabulary: int) -> list[int]:
+    """{column, ids, -1 ...}: the ends of text that the minimal lengths hold back until that column of the history.
+    Those beyond the vocabulary have no score to hold back."""
     until, ids = 0, []
     for item in minimum_lengths(processors):  # calls.py: of the same ends
         new = getattr(item, "min_new_tokens", None)
         until = max(until, item.min_length if new is None else item.prompt_length_to_skip + new)
-        ids = item.eos_token_id.flatten().tolist()
+        ids = [i for i in item.eos_token_id.flatten().tolist() if 0 <= i < vocabulary]
     return [until, *ids, *[-1] * (MAX_BANNED - len(ids))]
 
 
@@ -125,7 +126,7 @@ class Session:
             unused = torch.arange(self.capacity, device=prompt.device) >= self.at[1:, None]
             self.cache.masked_fill_(unused[:, None, :, None], 0)
         self.state[1:] = self.at
-        if (banned := banned_by(processors)) != self.banned_now:
+        if (banned := banned_by(processors, self.logits.shape[1])) != self.banned_now:
             self.banned.copy_(torch.tensor(banned, dtype=torch.int32, device="cpu"))
             self.banned_now = banned
         self.history[:, :width] = prompt
@@ -166,6 +167,10 @@ class Session:
         self.sent = self.column
         return lambda: new
 
+    def _slots_in_use(self) -> int:
+        """Of the cache, which may have room for far more: what the plain forward attends to."""
+        return self.column
+
     def _work(self) -> None:
         if self.no_kernel is None:
             decode_step(
@@ -173,10 +178,10 @@ class Session:
                 self.exchange, self.state, self.history, self.banned, self.logits, greedy=self.greedy, **self.sizes,
             )  # fmt: skip
         else:
-            first = self.state[2:].long()
+            first, slots = self.state[2:].long(), self._slots_in_use()
             logits = forward(
-                self.decoder, self.head, self.tokens[:, None], first, torch.zeros_like(first), self.cache, self.cos,
-                self.sin, mask_of(first, self.capacity, self.logits.dtype),
+                self.decoder, self.head, self.tokens[:, None], first, torch.zeros_like(first),
+                self.cache[..., :slots, :], self.cos, self.sin, mask_of(first, slots, self.logits.dtype),
             )  # fmt: skip
             self.logits.copy_(logits)
             self.state[1:] += 1

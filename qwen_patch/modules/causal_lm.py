@@ -11,10 +11,14 @@ from ..generation.runtime import Runtime
 from .base import Patched
 
 RUNTIME = "_qwen_patch_runtime"
+ANOTHER_WAY = "it was neither greedy search nor sampling"
 
 
 class FastGenerate(Patched):
-    """Replaces the loop of greedy search and sampling. All of generate's preparation stays Transformers'."""
+    """Replaces the loop of greedy search and sampling. All of generate's preparation stays Transformers'.
+
+    What the runtime keeps between calls goes with `release`, and when the model is moved or cast.
+    """
 
     wiring: ClassVar[tuple[str, ...]] = (RUNTIME,)
     transient: ClassVar[tuple[str, ...]] = (RUNTIME,)
@@ -24,6 +28,25 @@ class FastGenerate(Patched):
         """Why the last call of generate was not one of the decode runtime's."""
         runtime = self.__dict__.get(RUNTIME)
         return runtime.last_reason if runtime is not None else None
+
+    def _runtime(self) -> Runtime:
+        return self.__dict__.get(RUNTIME) or self.__dict__.setdefault(RUNTIME, Runtime())
+
+    def release(self) -> None:
+        if RUNTIME in self.__dict__:
+            self.__dict__[RUNTIME].release()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        FastGenerate.release(self)
+        return super()._apply(fn, recurse)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        runtime = self._runtime()
+        runtime.last_reason = ANOTHER_WAY
+        found = super().generate(*args, **kwargs)
+        if runtime.last_reason == ANOTHER_WAY:  # `_sample` was not asked
+            runtime.tell(ANOTHER_WAY)
+        return found
 
     def _sample(
         self,
@@ -35,7 +58,7 @@ class FastGenerate(Patched):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        runtime: Runtime = self.__dict__.get(RUNTIME) or self.__dict__.setdefault(RUNTIME, Runtime())
+        runtime = self._runtime()
         call = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         tokens = runtime.run(self, Call(*call, model_kwargs))
         return super()._sample(*call, **model_kwargs) if tokens is None else tokens
