@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
+from transformers import GenerationMixin
 
 from ..generation.calls import Call
 from ..generation.runtime import Runtime
@@ -40,6 +42,7 @@ class FastGenerate(Patched):
         FastGenerate.release(self)
         return super()._apply(fn, recurse)
 
+    @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime()
         runtime.last_reason = ANOTHER_WAY
