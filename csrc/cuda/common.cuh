@@ -6,7 +6,10 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <map>
+#include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include "../common/tensor.h"
 
@@ -56,25 +59,41 @@ struct DeviceTraits {
 // Of the current device.
 inline DeviceTraits device_traits() {
   static DeviceTraits known[64] = {};
+  static std::once_flag asked[64];
   int device = 0;
   check("device query", cudaGetDevice(&device));
   DeviceTraits& traits = known[device % 64];
-  if (traits.multiprocessors == 0) {
+  std::call_once(asked[device % 64], [&] {
     auto ask = [&](int& value, cudaDeviceAttr what) {
       check("device query", cudaDeviceGetAttribute(&value, what, device));
     };
     ask(traits.major, cudaDevAttrComputeCapabilityMajor);
     ask(traits.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    ask(traits.multiprocessors, cudaDevAttrMultiProcessorCount);  // last: it says that the others are known
-  }
+    ask(traits.multiprocessors, cudaDevAttrMultiProcessorCount);
+  });
   return traits;
+}
+
+// Allows a kernel so many bytes of dynamic shared memory on the current device. Never fewer than before: two threads
+// may launch one kernel with different sizes.
+inline void allow_shared(const char* op, const void* kernel, int bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> allowed;
+  int device = 0;
+  check(op, cudaGetDevice(&device));
+  std::lock_guard<std::mutex> lock(mutex);
+  int& most = allowed[{kernel, device}];
+  if (bytes <= most) return;
+  check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  most = bytes;
 }
 
 // Programmatic dependent launch (sm_90): a kernel is put on the multiprocessors while the one before it in the stream
 // runs out, and waits there. Every kernel launched through launch() must call wait_for_previous() before its first
 // access to memory, loads included: what it reads may just be being written, what it writes may just be being read.
 // (The one exception: int8_linear's codes, which no kernel launched so writes.) It then lets the next kernel come up in
-// the same way. In a CUDA graph this takes most of a microsecond off each kernel.
+// the same way. In a CUDA graph this takes most of a microsecond off each kernel. Later cards run sm_80's code, which
+// does not wait: no kernel is launched so there.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -95,7 +114,7 @@ inline cudaLaunchAttribute cluster_of(int blocks) {
 template <typename... Params, typename... Args>
 void launch_clusters(const char* op, void (*kernel)(Params...), int cluster, dim3 grid, int block, int shared,
                      cudaStream_t stream, Args... args) {
-  if (shared > 0) check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  if (shared > 0) allow_shared(op, reinterpret_cast<const void*>(kernel), shared);
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -106,7 +125,7 @@ void launch_clusters(const char* op, void (*kernel)(Params...), int cluster, dim
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = device_traits().major < 9 ? 0 : cluster == 1 ? 1 : 2;
+  config.numAttrs = device_traits().major != 9 ? 0 : cluster == 1 ? 1 : 2;
   check(op, cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
 }
 
@@ -114,7 +133,7 @@ void launch_clusters(const char* op, void (*kernel)(Params...), int cluster, dim
 // multiprocessors that is no multiple of a cluster's, they are fewer than all of its multiprocessors would make.
 template <typename... Params>
 int clusters_at_once(const char* op, void (*kernel)(Params...), int cluster, int block, int shared) {
-  check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  allow_shared(op, reinterpret_cast<const void*>(kernel), shared);
   cudaLaunchAttribute size = cluster_of(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(cluster));

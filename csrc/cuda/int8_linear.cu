@@ -72,8 +72,8 @@ void run_many(const Problem<X>& p, T* out, cudaStream_t stream) {
 }
 
 template <typename T>
-void run_quantized(const Problem<T>& p, const Tensor& x, T* out, cudaStream_t stream) {
-  if (p.M <= FEW_TOKENS && run_few<As::CODES>(p, out, stream)) return;
+void run_quantized(const Problem<T>& p, const Tensor& x, T* out, bool few, cudaStream_t stream) {
+  if (few && run_few<As::CODES>(p, out, stream)) return;
   int64_t pitch = int64_t{p.G} * GROUP;
   Tensor room = new_bytes(x, p.M * (pitch + int64_t{p.G} * 4));
   int8_t* codes = out_ptr<int8_t>(room);
@@ -87,6 +87,7 @@ Tensor int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor>
   check_int8_linear(OP, x, values, scales, bias);
   DeviceGuard guard(x);
   x = packed(x);
+  const void* given = values.data_ptr();
   values = packed(values);
   scales = packed(scales);
   if (bias) bias = packed(*bias);
@@ -96,11 +97,13 @@ Tensor int8_linear(Tensor x, Tensor values, Tensor scales, std::optional<Tensor>
   QP_DISPATCH(x.scalar_type(), {
     Problem<T> p = problem<T>(x, values, scales, bias);
     T* y = out_ptr<T>(out);
+    // The kernel for a few tokens asks for codes before the one that has copied them may be through.
+    bool few = p.M <= FEW_TOKENS && values.data_ptr() == given;
     if (quantize_activations) {
-      run_quantized(p, x, y, stream);
+      run_quantized(p, x, y, few, stream);
     } else if constexpr (std::is_same_v<T, float>) {
       return in_float32(x, values, scales, bias);
-    } else if (p.M > FEW_TOKENS || !run_few_in_16_bits(p, y, stream)) {
+    } else if (!few || !run_few_in_16_bits(p, y, stream)) {
       run_many<T, T>(p, y, stream);
     }
   });

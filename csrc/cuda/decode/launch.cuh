@@ -26,7 +26,7 @@ void launch_step(Step<T> p, cudaStream_t stream) {
   if (p.in_flight <= 0 || p.in_flight > slots) p.in_flight = slots;
   int bytes = Layout<T, W, D, SHIFT>(p).total;
   auto kernel = decode_step_kernel<T, W, D, SHIFT>;
-  check(DECODE_STEP, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allow_shared(DECODE_STEP, reinterpret_cast<const void*>(kernel), bytes);
   cudaLaunchAttribute together = {};
   together.id = cudaLaunchAttributeCooperative;  // all blocks are on the device at once, or the launch fails
   together.val.cooperative = 1;

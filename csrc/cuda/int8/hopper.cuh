@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "hopper_memory.cuh"
 
@@ -208,10 +209,10 @@ __global__ void __launch_bounds__(HopperShape::THREADS, 1)
 // Of so many blocks, that the current device has room for at once.
 template <typename T>
 int hopper_clusters(int blocks) {
-  static int known[64][HopperShape::PIECES + 1] = {};
+  static std::atomic<int> known[64][HopperShape::PIECES + 1] = {};
   int device = 0;
   check(OP, cudaGetDevice(&device));
-  int& clusters = known[device % 64][blocks];
+  std::atomic<int>& clusters = known[device % 64][blocks];
   if (clusters == 0)
     clusters = clusters_at_once(OP, hopper_tokens<T>, blocks, HopperShape::THREADS, HopperShape::SHARED);
   return clusters;
