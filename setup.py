@@ -11,6 +11,7 @@ may run at once, be killed, or go on while a program has the old library loaded.
 
 import importlib.machinery
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,10 +46,12 @@ def torch_folder() -> Path:
     return folder
 
 
-def compiler() -> str:
-    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    if not found or not shutil.which(found):
-        raise CannotBuild(f"no C++ compiler found{f' at CXX={found}' if found else ''}: install g++ or set CXX")
+def compiler() -> list[str]:
+    """CXX with its arguments (`ccache g++`), or g++; clang++ has not all that the CPU kernels are written with."""
+    found = shlex.split(os.environ.get("CXX") or "") or [shutil.which("g++") or shutil.which("c++") or "g++"]
+    if not shutil.which(found[0]):
+        where = f" at CXX={found[0]}" if os.environ.get("CXX") else ""
+        raise CannotBuild(f"no C++ compiler found{where}: install g++ (12 or newer) or set CXX")
     return found
 
 
@@ -90,14 +93,15 @@ def build_cpu(output: Path, temp: Path) -> None:
     flags = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
     flags += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", STABLE_ABI]
     flags += ["-isystem", str(torch / "include"), *os.environ.get("CXXFLAGS", "").split()]
-    objects = compile_all([cxx, *flags], sorted((ROOT / "csrc/cpu").glob("*.cpp")), temp / "cpu")
-    run([cxx, "-shared", *objects, "-o", str(output), f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"])
+    objects = compile_all([*cxx, *flags], sorted((ROOT / "csrc/cpu").glob("*.cpp")), temp / "cpu")
+    run([*cxx, "-shared", *objects, "-o", str(output), f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"])
 
 
 def build_cuda(output: Path, temp: Path) -> None:
     torch, cxx, cuda = torch_folder(), compiler(), nvcc()
     flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", STABLE_ABI]
-    flags += ["-ccbin", cxx, "-isystem", str(torch / "include")]
+    host = next(part for part in reversed(cxx) if not part.startswith("-"))  # without ccache and the like
+    flags += ["-ccbin", host, "-isystem", str(torch / "include")]
     for architecture in CUDA_ARCHITECTURES:
         flags += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
     # Cards between and beyond these run the oldest one's PTX.
@@ -114,9 +118,9 @@ def build_cuda(output: Path, temp: Path) -> None:
     stub.mkdir(parents=True, exist_ok=True)
     source = stub / "empty.cpp"
     source.write_text("")
-    run([cxx, "-shared", "-Wl,-soname,libtorch_cuda.so", str(source), "-o", str(stub / "libtorch_cuda.so")])
+    run([*cxx, "-shared", "-Wl,-soname,libtorch_cuda.so", str(source), "-o", str(stub / "libtorch_cuda.so")])
     link = [f"-L{stub}", f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch_cuda", "-ltorch_cpu"]
-    run([cuda, "-shared", "-ccbin", cxx, "-cudart", "static", *objects, "-o", str(output), *link])
+    run([cuda, "-shared", "-ccbin", host, "-cudart", "static", *objects, "-o", str(output), *link])
 
 
 def put(library: Path, target: Path) -> None:

@@ -106,7 +106,8 @@ def test_a_killed_build_leaves_what_was_there_and_the_next_one_works(source):
 def test_no_compiler(source):
     (line, _) = said(start_build(source, CXX="/nowhere/g++"))
     assert line == (
-        "qwen_patch: the cpu library was not built: no C++ compiler found at CXX=/nowhere/g++: install g++ or set CXX"
+        "qwen_patch: the cpu library was not built: no C++ compiler found at CXX=/nowhere/g++: install g++ (12 or "
+        "newer) or set CXX"
     )
     loaded, (warning,) = use(source / "qwen_patch/_native")
     assert not loaded
