@@ -16,7 +16,7 @@ import torch
 
 
 def commit() -> str:
-    """The commit of the source tree, "+changes" where it is not clean, "unknown" outside a checkout.
+    """The commit of the source tree, "+changes" where it is not clean, "unknown" outside a checkout of it.
 
     QWEN_PATCH_COMMIT overrides it, for a copy of the tree on a machine without its history.
     """
@@ -28,6 +28,7 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an environment may lie in somebody else's checkout
         return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -22,7 +22,7 @@ class Spread(NamedTuple):
 def spread(values: list[float]) -> Spread:
     if len(values) < 2:
         return Spread(values[0], values[0], values[0])
-    low, _, high = statistics.quantiles(values, n=4)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")  # within what was measured, of two values too
     return Spread(statistics.median(values), low, high)
 
 
