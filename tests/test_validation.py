@@ -111,6 +111,40 @@ def test_a_wrong_op_does_not_pass_and_is_named(monkeypatch, op, wrong, site):
     assert report.undo_bitwise
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_generate_says_after_it_has_parted_counts(quantize, broken, monkeypatch):
+    """In bfloat16 a row may part from stock at a tie, or over int8 anywhere; what follows must be what a model says."""
+    from qwen_patch.validation import validate as module
+
+    collect, calls = module.collect, []
+
+    def collected(*args):
+        answers = collect(*args)
+        calls.append(answers)
+        if broken and len(calls) == 2:
+            for expected, found in zip(calls[0].tokens, answers.tokens, strict=True):
+                parted = (expected != found).long().cummax(-1).values.bool()
+                found[:, 1:][parted[:, :-1]] = 7
+        return answers
+
+    monkeypatch.setattr(module, "collect", collected)
+    model, tokenizer = load_model("tiny-qwen3", torch.device("cpu"), torch.bfloat16)
+    report = validate(model, tokenizer, name="tiny-qwen3", quantize=quantize)
+    assert not report.greedy_tokens_equal
+    assert report.passed != broken, report.reasons
+    if broken:
+        assert all("below the float32 model's best" in reason for reason in report.reasons)
+
+
+def test_a_repetition_penalty_in_the_generation_config():
+    """Tokens are judged by their logits, so they must be chosen by them alone."""
+    model, tokenizer = load_model("tiny-qwen3", torch.device("cpu"), torch.bfloat16)
+    model.generation_config.repetition_penalty = 1.3
+    report = validate(model, tokenizer, name="tiny-qwen3")
+    assert report.passed, report.reasons
+
+
 def test_an_incomplete_undo_does_not_pass(monkeypatch):
     from qwen_patch.validation import validate as module
 

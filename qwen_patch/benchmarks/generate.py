@@ -26,10 +26,10 @@ from ..validation.agreement import (
     compare_int8,
     compare_tokens,
 )
+from ..validation.collect import GREEDY
 from . import results, timing
 
 STOCK, STATIC = "stock", "static"
-GREEDY = {"do_sample": False}
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}  # Qwen's own generation_config
 INT8: dict[str, dict[str, Any]] = {
     "int8": {},

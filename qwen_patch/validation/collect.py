@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# The token with the highest logit, which is what is judged: a generation_config may ask for more, as Qwen2.5's asks for
+# a repetition penalty.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -54,8 +58,8 @@ def collect(model: PreTrainedModel, batches: list[Batch], new_tokens: int) -> An
             attention_mask=batch.mask,
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
-            do_sample=False,
             pad_token_id=0,
+            **GREEDY,
         )
         tokens.append(generated[:, batch.ids.shape[1] :])
     return Answers(logits, tokens)
@@ -66,3 +70,16 @@ def next_token_logits(model: PreTrainedModel, batch: Batch, tokens: torch.Tensor
     """Logits [V] after the first prompt of `batch` and `tokens` [N], without padding."""
     real = batch.ids[0][batch.mask[0].bool()]
     return model(torch.cat([real, tokens])[None], use_cache=False).logits[0, -1].float()
+
+
+@torch.no_grad()
+def margins_of(model: PreTrainedModel, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
+    """[N]: how far each of the new `tokens` [N] of the first prompt of `batch` is below the best one, by this model's
+    forward over the text. Ends of text, which `collect` holds back, are left out."""
+    real = batch.ids[0][batch.mask[0].bool()]
+    text = torch.cat([real, tokens])
+    logits = model(text[None], use_cache=False).logits[0, len(real) - 1 : -1].float()
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    logits[:, [i for i in ends if 0 <= i < logits.shape[1]]] = -torch.inf
+    return logits.amax(-1) - logits.gather(1, tokens[:, None]).squeeze(1)

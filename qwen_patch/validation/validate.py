@@ -13,7 +13,7 @@ from ..loading import SAMPLE_TEXT
 from ..patcher import explain, patch_model, unpatch_model
 from ..plan import make_plan
 from .agreement import Bar, bar_of, first_difference
-from .collect import Answers, Batch, collect, make_batches, next_token_logits
+from .collect import Answers, Batch, collect, make_batches, margins_of, next_token_logits
 from .locate import first_difference as first_differing_site
 from .locate import outputs_of_sites
 from .metrics import bitwise_equal, distance
@@ -89,7 +89,8 @@ def validate(
 
     With `quantize`, the model passes if the undo is bitwise and it reaches the `BARS`: the share of positions where it
     prefers the stock model's token, or where the oracle's margin between the two is inside the stock model's own error,
-    and the mean KL divergence. Greedy tokens may part.
+    and the mean KL divergence. Greedy tokens may part. With or without it, the oracle looks at every token of an answer
+    that has parted.
     """
     make_plan(model, fusion, backend, quantize=quantize, activations=activations)  # what can't be, before it takes time
     batches = make_batches(tokenizer, prompts or default_prompts(), next(model.parameters()).device)
@@ -149,6 +150,9 @@ def _judge_int8(
     nn.Module.float(model)
     truth = collect(model, batches, 1)
     stock_error, patched_error = distance(truth.logits, stock.logits), distance(truth.logits, patched.logits)
+    for batch, found in zip(batches, patched.tokens, strict=True):
+        for row in range(found.shape[0]):
+            _judge_text(report, model, _row(batch, row), found[row], patched_error.max_abs)
     undecided = 0
     for exact, a, b in zip(truth.logits, stock.logits, patched.logits, strict=True):
         tokens = torch.stack([a.float().argmax(-1), b.float().argmax(-1)], dim=1)
@@ -195,9 +199,12 @@ def _judge_by_oracle(
             margin = (exact[p, chosen_a[p]] - exact[p, chosen_b[p]]).abs().item()
             if not margin <= noise:
                 report.reasons.append(f"{batch.name}: top-1 differs at position {p}, margin {margin:.3g}")
+    largest = max(stock_error.max_abs, patched_error.max_abs)
     for batch, expected, found in zip(batches, stock.tokens, patched.tokens, strict=True):
         for row in range(expected.shape[0]):
             _judge_tokens(report, model, _row(batch, row), expected[row], found[row], noise)
+            if not torch.equal(expected[row], found[row]):
+                _judge_text(report, model, _row(batch, row), found[row], largest)
 
 
 def _row(batch: Batch, row: int) -> Batch:
@@ -205,6 +212,18 @@ def _row(batch: Batch, row: int) -> Batch:
     return Batch(
         f"{batch.name}, row {row + 1}" if batch.ids.shape[0] > 1 else batch.name, batch.ids[one], batch.mask[one]
     )
+
+
+def _judge_text(report: Report, oracle: PreTrainedModel, batch: Batch, found: torch.Tensor, largest: float) -> None:
+    """New tokens [N] of one prompt, all of them, also where they have parted from the stock model's: a model whose
+    logits are off by `largest` at most can't choose one that the oracle has further than twice that below its best."""
+    margins = margins_of(oracle, batch, found)
+    worst = int(margins.argmax())
+    if not margins[worst] <= 2 * largest:
+        report.reasons.append(
+            f"{batch.name}: new token {worst} is {margins[worst]:.3g} below the float32 model's best, and logits are "
+            f"off by {largest:.3g} at most"
+        )
 
 
 def _judge_tokens(
