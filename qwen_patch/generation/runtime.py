@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,14 @@ class Runtime:
 
     def release(self) -> None:
         """Frees buffers and graphs; a call under way in another thread keeps its own until it ends."""
+        self._wait()
         self.sessions.clear()
+
+    def _wait(self) -> None:
+        """For steps beyond the end of the last call, which may be under way on a stream that the allocator does not
+        know of: memory must not be another's while they write into it."""
+        if self.finished is not None:
+            self.finished.synchronize()
 
     def tell(self, reason: str) -> None:
         """Why a call was not the runtime's: for `explain`, and once for the log."""
@@ -131,7 +138,7 @@ class Runtime:
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and NO_CPU_MEMORY not in str(error):
                 raise
-            self.sessions.clear()
+            self.release()
             if NO_MEMORY not in self.told:
                 self.told.add(NO_MEMORY)
                 logger.warning("generate runs Transformers' own loop: %s (%s)", NO_MEMORY, error)
@@ -152,7 +159,7 @@ class Runtime:
         """Why the runtime can't run this model; where it has changed, its sessions end."""
         state = state_of(model)
         if self.known is None or state != self.known.state:
-            self.sessions.clear()
+            self.release()
             reason = reason_against_model(model)
             self.known = Known(state, buffers_of(model), reason, None if reason else Weights(model))
         if self.known.reason is not None:
@@ -171,7 +178,9 @@ class Runtime:
         found = self.sessions.pop(key, None)
         if found is None:
             while len(self.sessions) >= MAX_SESSIONS:
-                self.sessions.popitem(last=False)
+                self._wait()
+                with suppress(KeyError):  # released meanwhile, by another thread
+                    self.sessions.popitem(last=False)
             session = SESSIONS[call.input_ids.device.type]
             found = session(model, key[0], key[1], call.processors, call.config.do_sample)
         self.sessions[key] = found
