@@ -167,9 +167,7 @@ def _of_modules(model: nn.Module) -> str | None:
         ):
             return f"{name} has been replaced on the instance"
     cls = stock_class(model)
-    family = next((f for f in FAMILIES.values() if (f.module, f.causal_lm) == (cls.__module__, cls.__name__)), None)
-    if family is None:
-        return f"it is a {cls.__module__}.{cls.__name__}"
+    family = next(f for f in FAMILIES.values() if (f.module, f.causal_lm) == (cls.__module__, cls.__name__))
     prefix = family.rms_norm.removesuffix("RMSNorm")
     own = {prefix + part for part in OF_A_FAMILY}
     for name, module in model.named_modules():

@@ -23,7 +23,7 @@ class Chooser:
     """
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool, vocabulary: int, short_list: bool) -> None:
-        kept = kept_by_graphs(processors)
+        kept = [copy.copy(item) for item in kept_by_graphs(processors)]  # the caller may change its own later
         first, self.short = short_list_of(kept, vocabulary) if short_list else (len(kept), 0)
         self.before, self.after = LogitsProcessorList(kept[:first]), LogitsProcessorList(kept[first:])
         self.do_sample = do_sample
@@ -54,8 +54,8 @@ def short_list_of(processors: LogitsProcessorList, vocabulary: int) -> tuple[int
 
 
 def kept_by_graphs(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Copies of those that are part of a captured step; minimal lengths are told to it before each call."""
-    return LogitsProcessorList(copy.copy(item) for item in processors if type(item) not in MINIMUM_LENGTHS)
+    """Those that are part of a captured step; minimal lengths are told to it before each call."""
+    return LogitsProcessorList(item for item in processors if type(item) not in MINIMUM_LENGTHS)
 
 
 def minimum_lengths(processors: LogitsProcessorList) -> LogitsProcessorList:

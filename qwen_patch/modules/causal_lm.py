@@ -35,11 +35,12 @@ class FastGenerate(Patched):
         return self.__dict__.get(RUNTIME) or self.__dict__.setdefault(RUNTIME, Runtime())
 
     def release(self) -> None:
+        """Frees what the runtime keeps; the next call makes it anew."""
         if RUNTIME in self.__dict__:
             self.__dict__[RUNTIME].release()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        FastGenerate.release(self)
+        self.release()
         return super()._apply(fn, recurse)
 
     @functools.wraps(GenerationMixin.generate)

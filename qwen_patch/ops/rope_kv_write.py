@@ -47,11 +47,9 @@ def reference(
     slots = first[:, None].clamp(0, capacity - count) + torch.arange(count, device=q.device)
     came = slots - first[:, None]  # the token that belongs into each slot
     written = ((came >= 0) & (came < tokens) & (slots < limit))[..., None, None]
-    row = torch.arange(batch, device=q.device)[:, None]
+    row, token = torch.arange(batch, device=q.device)[:, None], came.clamp(0, max(0, tokens - 1))
     for cache, states in ((keys, k), (values, v)):
-        cache[row, :, slots] = torch.where(
-            written, states[row, came.clamp(0, max(0, tokens - 1))], cache[row, :, slots]
-        )
+        cache[row, :, slots] = torch.where(written, states[row, token], cache[row, :, slots])
     return torch.where(known, q, 0)
 
 

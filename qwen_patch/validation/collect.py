@@ -66,20 +66,12 @@ def collect(model: PreTrainedModel, batches: list[Batch], new_tokens: int) -> An
 
 
 @torch.no_grad()
-def next_token_logits(model: PreTrainedModel, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [V] after the first prompt of `batch` and `tokens` [N], without padding."""
+def logits_of_answer(model: PreTrainedModel, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
+    """Float32 logits [N, V], by this model's forward, in the places of the new `tokens` [N] of the first prompt of
+    `batch`, without padding. Those of ends of text, which `collect` holds back, are -inf."""
     real = batch.ids[0][batch.mask[0].bool()]
-    return model(torch.cat([real, tokens])[None], use_cache=False).logits[0, -1].float()
-
-
-@torch.no_grad()
-def margins_of(model: PreTrainedModel, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
-    """[N]: how far each of the new `tokens` [N] of the first prompt of `batch` is below the best one, by this model's
-    forward over the text. Ends of text, which `collect` holds back, are left out."""
-    real = batch.ids[0][batch.mask[0].bool()]
-    text = torch.cat([real, tokens])
-    logits = model(text[None], use_cache=False).logits[0, len(real) - 1 : -1].float()
+    logits = model(torch.cat([real, tokens])[None], use_cache=False).logits[0, len(real) - 1 : -1].float()
     ends = model.generation_config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
     logits[:, [i for i in ends if 0 <= i < logits.shape[1]]] = -torch.inf
-    return logits.amax(-1) - logits.gather(1, tokens[:, None]).squeeze(1)
+    return logits

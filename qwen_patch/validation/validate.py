@@ -13,7 +13,7 @@ from ..loading import SAMPLE_TEXT
 from ..patcher import explain, patch_model, unpatch_model
 from ..plan import make_plan
 from .agreement import Bar, bar_of, first_difference
-from .collect import Answers, Batch, collect, make_batches, margins_of, next_token_logits
+from .collect import Answers, Batch, collect, logits_of_answer, make_batches
 from .locate import first_difference as first_differing_site
 from .locate import outputs_of_sites
 from .metrics import bitwise_equal, distance
@@ -152,7 +152,8 @@ def _judge_int8(
     stock_error, patched_error = distance(truth.logits, stock.logits), distance(truth.logits, patched.logits)
     for batch, found in zip(batches, patched.tokens, strict=True):
         for row in range(found.shape[0]):
-            _judge_text(report, model, _row(batch, row), found[row], patched_error.max_abs)
+            one = _row(batch, row)
+            _judge_text(report, one, logits_of_answer(model, one, found[row]), found[row], patched_error.max_abs)
     undecided = 0
     for exact, a, b in zip(truth.logits, stock.logits, patched.logits, strict=True):
         tokens = torch.stack([a.float().argmax(-1), b.float().argmax(-1)], dim=1)
@@ -202,9 +203,12 @@ def _judge_by_oracle(
     largest = max(stock_error.max_abs, patched_error.max_abs)
     for batch, expected, found in zip(batches, stock.tokens, patched.tokens, strict=True):
         for row in range(expected.shape[0]):
-            _judge_tokens(report, model, _row(batch, row), expected[row], found[row], noise)
-            if not torch.equal(expected[row], found[row]):
-                _judge_text(report, model, _row(batch, row), found[row], largest)
+            if torch.equal(expected[row], found[row]):
+                continue
+            one = _row(batch, row)
+            exact = logits_of_answer(model, one, found[row])
+            _judge_parting(report, one, exact, expected[row], found[row], noise)
+            _judge_text(report, one, exact, found[row], largest)
 
 
 def _row(batch: Batch, row: int) -> Batch:
@@ -214,10 +218,11 @@ def _row(batch: Batch, row: int) -> Batch:
     )
 
 
-def _judge_text(report: Report, oracle: PreTrainedModel, batch: Batch, found: torch.Tensor, largest: float) -> None:
-    """New tokens [N] of one prompt, all of them, also where they have parted from the stock model's: a model whose
-    logits are off by `largest` at most can't choose one that the oracle has further than twice that below its best."""
-    margins = margins_of(oracle, batch, found)
+def _judge_text(report: Report, batch: Batch, exact: torch.Tensor, found: torch.Tensor, largest: float) -> None:
+    """New tokens [N] of one prompt, all of them, also where they have parted from the stock model's; exact: the
+    oracle's logits [N, V] in their places. A model whose logits are off by `largest` at most can't choose one that is
+    further than twice that below the oracle's best."""
+    margins = exact.amax(-1) - exact.gather(1, found[:, None]).squeeze(1)
     worst = int(margins.argmax())
     if not margins[worst] <= 2 * largest:
         report.reasons.append(
@@ -226,16 +231,12 @@ def _judge_text(report: Report, oracle: PreTrainedModel, batch: Batch, found: to
         )
 
 
-def _judge_tokens(
-    report: Report, oracle: PreTrainedModel, batch: Batch, expected: torch.Tensor, found: torch.Tensor, noise: float
+def _judge_parting(
+    report: Report, batch: Batch, exact: torch.Tensor, expected: torch.Tensor, found: torch.Tensor, noise: float
 ) -> None:
-    """Greedy tokens [N] of one prompt: at the first difference the oracle must be undecided."""
-    where = first_difference(expected[None], found[None])
-    if where is None:
-        return
-    position = where[1]
-    logits = next_token_logits(oracle, batch, expected[:position])
-    margin = (logits[expected[position]] - logits[found[position]]).abs().item()
+    """Greedy tokens [N] of one prompt that differ: at the first difference the oracle must be undecided."""
+    _, position = first_difference(expected[None], found[None])
+    margin = (exact[position, expected[position]] - exact[position, found[position]]).abs().item()
     line = f"{batch.name}: greedy tokens part at {position}, margin {margin:.3g}, error {noise:.3g}"
     report.greedy_differences.append(line)
     if not margin <= noise:
