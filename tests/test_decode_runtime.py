@@ -257,6 +257,18 @@ def test_buffers_are_freed(freed, each_way):
     compared(model.float(), left_padded(5))
 
 
+def test_beams_are_told_too_and_no_longer_than_they_last(caplog):
+    caplog.set_level("INFO", "qwen_patch")
+    model = qwen_patch.patch_model(small_model("qwen3"))
+    for _ in range(2):
+        model.generate(token_ids(1, 5), max_new_tokens=3, num_beams=2)
+        (note,) = qwen_patch.explain(model).notes
+        assert note == "the last generate ran Transformers' own loop: it was neither greedy search nor sampling"
+    assert len([r for r in caplog.records if "neither" in r.getMessage()]) == 1
+    model.generate(token_ids(1, 5), max_new_tokens=8, do_sample=False)
+    assert not qwen_patch.explain(model).notes
+
+
 def test_processors_of_the_callers_changed_later(each_way):
     model, top_k = qwen_patch.patch_model(small_model("qwen3")), TopKLogitsWarper(50)
     options = {"max_new_tokens": 20, "do_sample": True, "top_k": 0}
