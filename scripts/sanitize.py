@@ -14,12 +14,15 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from qwen_patch import ops
 from qwen_patch.benchmarks.results import environment
 from qwen_patch.generation.captured import CapturedSession
 from qwen_patch.loading import BUNDLED
+from qwen_patch.ops.decode_step import MAX_BANNED
+from qwen_patch.ops.draw_token import draw_token
 
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 # initcheck must see who wrote what, so it watches all kernels; its findings in other kernels than ours are not ours.
@@ -30,12 +33,14 @@ WATCHED = {"memcheck": OURS_ONLY, "racecheck": OURS_ONLY, "initcheck": [], "sync
 # lane arrives. decode_step's ring of weights is read so. It is not run there at all: what racecheck is told to leave
 # out may end in an illegal access, as int8_linear for many tokens did each time it was left out, never when looked at.
 WITHOUT_DECODE = ["racecheck"]
+SAMPLING = (TopKLogitsWarper(20), TopPLogitsWarper(0.8))  # what draw_token takes
 FINDING_IN_OURS = re.compile(r"Uninitialized __global__ memory read.*\n=+\s+at .*qwen_patch")
 
 
-def decode(rows: int, model: PreTrainedModel) -> int:
-    """Two steps of the decode kernel after a prompt; the number of its calls, with the one before the capture."""
-    decoded = CapturedSession(model, rows, 256, LogitsProcessorList(), False)
+def decode(rows: int, model: PreTrainedModel, *processors: LogitsProcessor) -> int:
+    """Two steps of the decode kernel after a prompt, sampled where there are processors; the number of its calls, with
+    the one before the capture."""
+    decoded = CapturedSession(model, rows, 256, LogitsProcessorList(processors), bool(processors))
     decoded.capturing = False  # of prompts: a graph that allocates needs the cache of memory, which is off here
     ids = torch.randint(0, model.config.vocab_size, (rows, 9), device="cuda")
     logits = decoded.start(ids, list(range(rows)), LogitsProcessorList())
@@ -45,15 +50,32 @@ def decode(rows: int, model: PreTrainedModel) -> int:
     return 3
 
 
+def draw(dtype: torch.dtype) -> int:
+    """draw_token on rows of its two ways: a few candidates, and more ties than it has room for; the number of calls."""
+    state = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
+    banned = torch.tensor([9, 7, *[-1] * (MAX_BANNED - 1)], dtype=torch.int32, device="cuda")
+    for vocabulary in (3000, 1003):
+        scores = torch.randn(2, vocabulary, device="cuda").to(dtype)
+        scores[1] = 1
+        tokens, history = scores.new_zeros(2, dtype=torch.int64), scores.new_zeros(2, 4, dtype=torch.int64)
+        uniform = torch.rand(2, device="cuda")
+        draw_token(scores, uniform, banned, state, tokens, history, 0.7, 20, 0.8, 0.05, 1)
+    return 2
+
+
 def run_every_op(decoding: bool = True) -> int:
-    """Each op on each of its samples in each dtype, and decode_step on the bundled models; the number of calls."""
+    """Each op on its samples in each dtype, draw_token, and decode_step on the bundled models; the number of calls."""
     calls = 0
     for folder in BUNDLED.values() if decoding else ():
         for dtype in (torch.bfloat16, torch.float16):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to("cuda")
             print("decode_step", dtype, flush=True)
-            calls += sum(decode(rows, model) for rows in (1, 3))
+            calls += sum(decode(rows, model, *sampling) for rows in (1, 3) for sampling in ((), SAMPLING))
             torch.cuda.synchronize()
+    for dtype in ops.DTYPES:
+        print("draw_token", dtype, flush=True)
+        calls += draw(dtype)
+        torch.cuda.synchronize()
     for op in ops.OPS.values():
         for dtype in ops.DTYPES:
             print(op.name, dtype, flush=True)  # the last of these lines tells where a run has ended
@@ -106,7 +128,7 @@ def main() -> None:
         "benchmark": "compute-sanitizer",
         "environment": environment(torch.device("cuda")),
         "compute_sanitizer": version.strip().splitlines()[-1],
-        "ops": [*ops.OPS, "decode_step"],
+        "ops": [*ops.OPS, "decode_step", "draw_token"],
         "dtypes": [str(d).removeprefix("torch.") for d in ops.DTYPES],
         "calls": run_every_op(),
         "findings": results,

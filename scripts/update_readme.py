@@ -239,7 +239,7 @@ TESTS_SHOWN = {
     "test_decode_int8": "the decode runtime over int8 linears",
     "test_decode_kernel": "the decode runtime on CUDA: its graphs, its memory",
     "test_decode_step_cuda": "the decode step on CUDA: logits against the stock forward, int8, long contexts",
-    "test_sampling": "drawing tokens: the distribution, short lists",
+    "test_sampling": "drawing tokens: the distribution, what is never drawn",
     "test_life_cycle": "copies, checkpoints, dtypes, training, compile, export, threads",
     "test_wrappers": "PEFT, device maps, offloading, tensor parallelism",
     "test_fuzz": "property tests and random sequences of events",

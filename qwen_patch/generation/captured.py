@@ -32,7 +32,7 @@ class CapturedSession(Session):
 
     burst = BURST
     ahead = 2
-    short_list = True
+    draws_itself = True
 
     def __init__(
         self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool

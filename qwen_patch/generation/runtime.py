@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStrin
 from .calls import Call, reason_against_call
 from .captured import CapturedSession
 from .models import Weights, buffers_of, reason_against_config, reason_against_model, state_of
-from .sampling import kept_by_graphs, minimum_lengths
+from .sampling import choose, kept_by_graphs
 from .session import Session
 
 logger = logging.getLogger("qwen_patch")
@@ -131,9 +131,9 @@ class Runtime:
             session = self._session(model, call)
             if session is not ready:
                 logits = session.start(call.input_ids, call.starts, call.processors)
-            if call.processors or session.chooser:
-                logits = minimum_lengths(call.processors)(call.input_ids, logits.to(torch.float32, copy=True))
-            session.put(session.chooser(call.input_ids, logits))
+            if call.processors or call.config.do_sample:
+                logits = call.processors(call.input_ids, logits.to(torch.float32, copy=True))
+            session.put(choose(logits, call.config.do_sample))
             return session, None
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and NO_CPU_MEMORY not in str(error):

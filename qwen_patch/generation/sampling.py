@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-import copy
+from typing import NamedTuple
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from .calls import FILTERS, MINIMUM_LENGTHS
-
-# So many of the best tokens, and at least four times a top-k's k, are a short list.
-SHORT = 512
+from ..ops.draw_token import LARGEST_K
+from .calls import MINIMUM_LENGTHS
 
 
-class Chooser:
-    """Chooses as generate's loop does: `processors` over scores [B, V] and the tokens so far, then softmax and a draw.
+class Filters(NamedTuple):
+    """What `draw_token` takes from a distribution before it draws, in its words and order."""
 
-    A top-k leaves a few tokens of a vocabulary; what comes after it need not sort and add up all the others. With
-    `short_list` it and what follows see only the best tokens, in the vocabulary's order: the same distribution, unless
-    more tokens tie with the k-th than are in the list. The draws are others than without.
+    top_k: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    keep: int = 1
+
+
+# Transformers' processor -> what `draw_token` calls its figure; from the last in `generate`'s order to the first.
+LAST_FIRST = {
+    logits_process.MinPLogitsWarper: "min_p",
+    logits_process.TopPLogitsWarper: "top_p",
+    logits_process.TopKLogitsWarper: "top_k",
+    logits_process.TemperatureLogitsWarper: "temperature",
+}
+
+
+def split(processors: LogitsProcessorList, vocabulary: int) -> tuple[LogitsProcessorList, Filters | None]:
+    """(the processors that run by themselves, what `draw_token` does of the others and the draw); or (all, None).
+
+    It does what follows a top-k of `generate`'s order: temperature, top-k, top-p and min-p, of which only the top-k
+    must be there. Without it a draw is among the whole vocabulary.
     """
-
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, vocabulary: int, short_list: bool) -> None:
-        kept = [copy.copy(item) for item in kept_by_graphs(processors)]  # the caller may change its own later
-        first, self.short = short_list_of(kept, vocabulary) if short_list else (len(kept), 0)
-        self.before, self.after = LogitsProcessorList(kept[:first]), LogitsProcessorList(kept[first:])
-        self.do_sample = do_sample
-
-    def __bool__(self) -> bool:
-        """Whether it is more than the highest score."""
-        return bool(self.do_sample or self.before or self.after)
-
-    def __call__(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The next tokens [B]. Raises what `choose` raises."""
-        scores = self.before(tokens, scores)
-        if self.short == 0:
-            return choose(scores, self.do_sample)
-        ids = scores.topk(self.short, sorted=False).indices.sort().values
-        scores = self.after(tokens, scores.gather(1, ids))
-        return ids.gather(1, choose(scores, self.do_sample)[:, None]).squeeze(1)
-
-
-def short_list_of(processors: LogitsProcessorList, vocabulary: int) -> tuple[int, int]:
-    """(number of the first processor that may see a short list, its length); (all, 0) where none may."""
-    for i, item in enumerate(processors):
-        if type(item) is logits_process.TopKLogitsWarper:
-            length = max(SHORT, 4 * item.top_k)
-            rest = all(type(other) in (*FILTERS, logits_process.TemperatureLogitsWarper) for other in processors[i:])
-            if rest and item.filter_value == -torch.inf and 2 * length <= vocabulary:
-                return i, length
-    return len(processors), 0
+    rest, found, keep = list(processors), {}, set()
+    for kind, name in LAST_FIRST.items():
+        if rest and type(rest[-1]) is kind and getattr(rest[-1], "filter_value", -torch.inf) == -torch.inf:
+            item = rest.pop()
+            found[name] = getattr(item, name)
+            if name in ("top_p", "min_p"):
+                keep.add(item.min_tokens_to_keep)
+    if not 0 < (top_k := min(found.get("top_k", 0), vocabulary)) <= LARGEST_K or len(keep) > 1:
+        return processors, None
+    return LogitsProcessorList(rest), Filters(**found | {"top_k": top_k, "keep": max(keep, default=1)})
 
 
 def kept_by_graphs(processors: LogitsProcessorList) -> LogitsProcessorList:

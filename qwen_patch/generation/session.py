@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 
@@ -10,9 +11,10 @@ from torch import nn
 from transformers import LogitsProcessorList
 
 from ..ops.decode_step import LAYER_WEIGHTS, MAX_BANNED, decode_step
+from ..ops.draw_token import draw_token
 from .forward import forward, mask_of
 from .models import reason_against_kernel, sizes_of, weights_of
-from .sampling import Chooser, minimum_lengths
+from .sampling import choose, kept_by_graphs, minimum_lengths, split
 
 logger = logging.getLogger("qwen_patch")
 
@@ -57,7 +59,7 @@ class Session:
 
     burst = 1  # steps that are as well asked for together
     ahead = 0  # bursts that may be under way while the host looks for the end
-    short_list = False  # of tokens to draw from: other draws than generate's loop makes with the same seed
+    draws_itself = False  # with `draw_token`: other draws than generate's loop makes with the same seed
 
     def __init__(
         self, model: nn.Module, rows: int, capacity: int, processors: LogitsProcessorList, do_sample: bool
@@ -80,14 +82,19 @@ class Session:
             self.history = torch.zeros(rows, capacity, dtype=torch.int64)
             self.banned, self.banned_now = torch.full((1 + MAX_BANNED,), -1, dtype=torch.int32), None
             self.logits = torch.empty(rows, self.head.weight.shape[0], dtype=dtype)
+            self.uniform = torch.empty(rows)
         # Why the steps are the plain forward's; None: they are `decode_step`'s.
         self.no_kernel = reason_against_kernel(model, rows)
         if self.no_kernel is None:
             self._prepare_kernel(model)
         else:
             logger.info("generate decodes without decode_step: %s", self.no_kernel)
-        self.chooser = Chooser(processors, do_sample, self.head.weight.shape[0], self.short_list)
-        self.greedy = self.no_kernel is None and not self.chooser  # `decode_step` chooses
+        self.do_sample, self.filters = do_sample, None
+        kept = kept_by_graphs(processors)
+        self.processors = LogitsProcessorList(copy.copy(item) for item in kept)  # the caller may change its own later
+        if do_sample and self.draws_itself:
+            self.processors, self.filters = split(self.processors, self.logits.shape[1])
+        self.greedy = self.no_kernel is None and not (do_sample or self.processors)  # `decode_step` chooses
         self.column = self.sent = 0  # of the history: the next to be written; the first that the host has not been sent
 
     def _prepare_kernel(self, model: nn.Module) -> None:
@@ -186,11 +193,21 @@ class Session:
             self.logits.copy_(logits)
             self.state[1:] += 1
         if not self.greedy:
-            scores = self.logits.float()
+            self._choose()
+
+    def _choose(self) -> None:
+        scores = self.logits
+        if self.processors or self.filters is None:
+            scores = scores.float()
             self._ban(scores)
-            self.tokens.copy_(self.chooser(self.history, scores))
-            column = (self.state[1:2].long() - 1).expand(self.rows, 1)
-            self.history.scatter_(1, column, self.tokens[:, None])
+            scores = self.processors(self.history, scores)
+        if self.filters is not None:
+            to = self.uniform.uniform_(), self.banned, self.state, self.tokens, self.history
+            draw_token(scores, *to, **self.filters._asdict())
+            return
+        self.tokens.copy_(choose(scores, self.do_sample))
+        column = (self.state[1:2].long() - 1).expand(self.rows, 1)
+        self.history.scatter_(1, column, self.tokens[:, None])
 
     def _ban(self, scores: torch.Tensor) -> None:
         """What `decode_step` does itself where it chooses the token."""
