@@ -103,7 +103,7 @@ def clock(candidate: Candidate, device: torch.device) -> tuple[Callable[[], floa
     warm_up = timing.wall_clock_us(lambda: make(2), 2, device)
     warm_up()
     count = max(1, int(SAMPLE_US / warm_up()))
-    if device.type == "cpu":
+    if device.type == "cpu" or not candidate.capturable:
         return timing.wall_clock_us(lambda: make(count), count, device), copies
     turns = -(-min(count, COPIES) // copies)  # whole ones: a replay that stops before would meet the same weights again
     return timing.graph_us(lambda: [call() for _ in range(turns) for call in calls], turns * copies), copies

@@ -38,7 +38,8 @@ class Candidate:
 
     Its result may be off by the error of a sum in float32 (`summed`), by `roundings` roundings to the result's dtype,
     and by what a peer rounds on its way: `of_terms` times the norm of the sum's terms, `of_norms` times the token's
-    largest |x| and the norm of the weight's row. One that can't run here has `note` and no call.
+    largest |x| and the norm of the weight's row. One that can't run here has `note` and no call; one that a CUDA graph
+    can't capture is not `capturable`.
     """
 
     type: str
@@ -53,6 +54,7 @@ class Candidate:
     roundings: int = 1
     of_terms: float = 0.0
     of_norms: float = 0.0
+    capturable: bool = True
     note: str = ""
 
     @property
@@ -207,7 +209,8 @@ def _torchao(x: torch.Tensor, weights: Weights, kind: str) -> Candidate:
         roundings=2,
         of_terms=_split_rounding(x),
         of_norms=DEVIATIONS / 254 if kind == "w8a8" else 0.0,
-        note="eager",
+        capturable=kind == "w8a16",  # w8a8 prints its input on the way (torchao 0.18)
+        note="eager" if kind == "w8a16" else "eager, called from Python",
     )
 
 
