@@ -34,7 +34,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_hqq_available
 
 import qwen_patch
 from qwen_patch.loading import BUNDLED, load_model
@@ -202,6 +202,8 @@ OTHER: dict[str, Callable[[Subject], torch.Tensor]] = {
     # generate takes the backend out of the dictionary that it is given: a new one each time
     "quantized cache": case(cache_implementation="quantized", cache_config=lambda s: {"backend": "hqq", "nbits": 4}),
 }
+NEEDS_HQQ = pytest.mark.skipif(not is_hqq_available(), reason="hqq is not installed")
+ALL_MODES = [pytest.param(mode, marks=NEEDS_HQQ if "quantized" in mode else ()) for mode in GREEDY | OTHER]
 ON_A_GPU = {
     "offloaded cache": case(cache_implementation="offloaded"),
     "offloaded static cache": case(cache_implementation="offloaded_static"),
@@ -215,14 +217,14 @@ def run_both(subject: Subject, run: Callable[[Subject], Any], backend: str = "au
 
 
 @pytest.mark.parametrize("name", MODELS, ids=lambda name: Path(name).name)
-@pytest.mark.parametrize("mode", [*GREEDY, *OTHER])
+@pytest.mark.parametrize("mode", ALL_MODES)
 def test_float32_tokens_are_equal(name, mode, device):
     expected, found = run_both(Subject(*load(name, device, torch.float32)), (GREEDY | OTHER)[mode])
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-@pytest.mark.parametrize("mode", [*GREEDY, *OTHER])
+@pytest.mark.parametrize("mode", ALL_MODES)
 def test_bfloat16_tokens_are_equal_without_the_kernels(name, mode, device):
     expected, found = run_both(Subject(*load(name, device, torch.bfloat16)), (GREEDY | OTHER)[mode], "reference")
     assert torch.equal(found, expected)
