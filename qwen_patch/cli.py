@@ -36,19 +36,19 @@ Dtype = Annotated[str, typer.Option(help="auto (bfloat16 on a GPU, float32 on a 
 Backend = Annotated[str, typer.Option(help="auto, cuda, cpu or reference.")]
 Quantize = Annotated[str | None, typer.Option(help="int8: the linears in int8 (auto is bfloat16 then).")]
 Activations = Annotated[str, typer.Option(help="Of int8: auto, w8a16 (weights only) or w8a8.")]
-Output = Annotated[Path | None, typer.Option(help="Write OUTPUT.json and OUTPUT.md.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")]
+Output = Annotated[Path | None, typer.Option(dir_okay=False, help="Write OUTPUT.json and OUTPUT.md.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the result to this file.")]
 
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turns unusable input into one line and exit status 2."""
+    """Turns unusable input, and a file that can't be written, into one line and exit status 2."""
     from .loading import UsageError
     from .plan import PatchError
 
     try:
         yield
-    except (UsageError, PatchError) as error:
+    except (UsageError, PatchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
 
@@ -63,6 +63,17 @@ def numbers(text: str) -> list[int]:
     if not found or min(found) < 1:
         raise UsageError(f"{text!r}: every number must be at least 1")
     return found
+
+
+def text_of(path: Path, kind: str) -> str:
+    from .loading import UsageError
+
+    if not path.is_file():
+        raise UsageError(f"no such {kind}: {path}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not a {kind} in UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def display_name(model: str) -> str:
@@ -83,7 +94,7 @@ def variants_of(text: str) -> list[str]:
     from .benchmarks.generate import VARIANTS
     from .loading import UsageError
 
-    found = [part.strip() for part in text.split(",")]
+    found = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if unknown := [name for name in found if name not in VARIANTS]:
         raise UsageError(f"unknown fusion {unknown[0]!r}: supported are {', '.join(VARIANTS)}")
     return found
@@ -121,9 +132,7 @@ def validate(
     with usage_errors():
         prompts = list(prompt or [])
         if prompts_file is not None:
-            if not prompts_file.is_file():
-                raise UsageError(f"no such prompts file: {prompts_file}")
-            prompts += [line for line in prompts_file.read_text().splitlines() if line.strip()]
+            prompts += [line for line in text_of(prompts_file, "prompts file").splitlines() if line.strip()]
             if not prompts:
                 raise UsageError(f"{prompts_file} holds no prompts: write one a line")
         if any(not p.strip() for p in prompts):
@@ -137,9 +146,9 @@ def validate(
         options = {"fusion": fusion, "backend": backend, "new_tokens": new_tokens, "oracle": oracle}
         options |= {"quantize": quantize, "activations": activations}
         report = run(loaded, tokenizer, name=display_name(model), prompts=prompts or None, **options)
-    show_validation(console, report)
-    if json_file is not None:
-        write_json(json_file, report.to_dict() | {"environment": env})
+        show_validation(console, report)
+        if json_file is not None:
+            write_json(json_file, report.to_dict() | {"environment": env})
     raise typer.Exit(0 if report.passed else 1)
 
 
@@ -181,7 +190,9 @@ def bench(
     rounds: Annotated[int, typer.Option(min=2, help="Paired rounds; each runs every variant once.")] = 9,
     static: Annotated[bool, typer.Option(help="Also measure cache_implementation='static' (it compiles).")] = False,
     sample: Annotated[bool, typer.Option(help="Time sampling as Qwen's generation_config has it, not greedy.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write OUTPUT.json, OUTPUT.md and OUTPUT.png.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write OUTPUT.json, OUTPUT.md and OUTPUT.png.")
+    ] = None,
 ) -> None:
     """Time model.generate, stock and patched, interleaved in one process on one copy of the weights."""
     from .benchmarks import generate
@@ -257,7 +268,8 @@ def gemm(
     rounds: Annotated[int, typer.Option(min=2, help="Each times every linear once.")] = 15,
     output: Output = None,
     save: Annotated[
-        Path | None, typer.Option(help="Write PATH.json, and every result to PATH.safetensors, for --baseline.")
+        Path | None,
+        typer.Option(dir_okay=False, help="Write PATH.json, and every result to PATH.safetensors, for --baseline."),
     ] = None,
     baseline: Annotated[
         Path | None, typer.Option(help="A saved run: count the elements that differ in any bit, and compare times.")
@@ -349,8 +361,7 @@ def perplexity(
             raise UsageError(f"stride {stride} is not less than the window of {window}: tokens would have no context")
         if text is not None and dataset is not None:
             raise UsageError("give --text or --dataset, not both")
-        if text is not None and not text.is_file():
-            raise UsageError(f"no such text file: {text}")
+        given = None if text is None else text_of(text, "text file")
         loaded, tokenizer = load(model, device, dtype, any(v in INT8 for v in variants))
         if window > (limit := loaded.config.get_text_config().max_position_embeddings):
             raise UsageError(f"a window of {window} is more than the {limit} of {display_name(model)}")
@@ -358,7 +369,7 @@ def perplexity(
         if dataset is not None:
             content = benchmark.dataset_text(dataset, split, 8 * max_tokens)
         else:
-            content = text.read_text() if text is not None else benchmark.bundled_text()
+            content = benchmark.bundled_text() if given is None else given
         ids = benchmark.text_ids(tokenizer, content, max_tokens)
         document = benchmark.run(loaded, display_name(model), source, ids, variants, window, stride, output)
     title = f"{document['model']}, {document['dtype']}, {source}: {document['settings']['tokens']} tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,8 +24,18 @@ def _nvcc() -> str:
     found = str(Path(home) / "bin/nvcc") if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(found).exists():
         return "not found (needed only to build the CUDA library)"
-    output = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        output = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        return f"{found} does not run: {error.strerror}"
     return next((line.split("release ")[1] for line in output.splitlines() if "release " in line), found)
+
+
+def _compiler() -> str:
+    """Where the C++ compiler that builds would take is."""
+    if given := shlex.split(os.environ.get("CXX") or ""):
+        return shutil.which(given[0]) or f"not found: CXX is {given[0]}"
+    return shutil.which("g++") or shutil.which("c++") or "not found"
 
 
 def _gpus() -> str:
@@ -61,7 +72,7 @@ def examine() -> dict[str, Any]:
             "python": platform.python_version(),
             "GPU": _gpus(),
             "nvcc": _nvcc(),
-            "C++ compiler": os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "not found",
+            "C++ compiler": _compiler(),
             "CPU threads": str(torch.get_num_threads()),
         },
         "libraries": libraries,

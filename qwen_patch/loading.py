@@ -105,8 +105,8 @@ def is_int8(name: str) -> bool:
     """Whether `name` is an int8 checkpoint of ours, as far as its config is there to be read."""
     try:
         config = AutoConfig.from_pretrained(str(BUNDLED.get(name, name)))
-    except (OSError, ValueError):
-        return False  # load_model says what is wrong
+    except Exception:  # load_model says what is wrong
+        return False
     return (getattr(config, "quantization_config", None) or {}).get("quant_method") == METHOD
 
 
@@ -115,24 +115,30 @@ def auto_class(config: PretrainedConfig) -> type:
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
+def _cause(error: Exception) -> str:
+    lines = str(error).splitlines() or ["it does not say why"]
+    return lines[0] if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: {lines[0]}"
+
+
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads `name` (a bundled model, a folder or a hub id) in evaluation mode, and its tokenizer."""
     source = str(BUNDLED.get(name, name))
     logging.disable_progress_bar()
+    # Whatever a damaged file makes Transformers and the libraries under it raise, the user is told in a line.
     try:
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         found = "no such folder, and the model hub has no answer" if not Path(source).exists() else "it does not load"
         raise UsageError(
-            f"model {name!r}: {found} ({str(error).splitlines()[0]}); bundled models are {', '.join(BUNDLED)}"
+            f"model {name!r}: {found} ({_cause(error)}); bundled models are {', '.join(BUNDLED)}"
         ) from error
     if config.model_type not in FAMILIES:
         raise UsageError(f"model {name!r} is a {config.model_type!r}: supported are {', '.join(FAMILIES)}")
     try:
         model = auto_class(config).from_pretrained(source, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"model {name!r} does not load: {str(error).splitlines()[0]}") from error
+    except Exception as error:
+        raise UsageError(f"model {name!r} does not load: {_cause(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
@@ -158,6 +164,6 @@ def sample_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, le
     if tokenizer is None:
         generator = torch.Generator().manual_seed(length)
         return torch.randint(0, vocab_size, (1, length), generator=generator)
-    text = SAMPLE_TEXT.read_text()
+    text = SAMPLE_TEXT.read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
     return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]

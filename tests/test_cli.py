@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from qwen_patch.cli import app
+from qwen_patch.loading import BUNDLED
 
 runner = CliRunner()
 
@@ -80,11 +82,51 @@ def test_unusable_input_is_one_line_and_exit_2(args, message, unsupported):
     assert "Traceback" not in result.output + result.stderr
 
 
-def test_a_broken_checkpoint_is_exit_2(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "hidden_size": 64')
-    result = run("validate", "--model", str(tmp_path))
+def damaged(folder, file, content):
+    """A copy of a bundled model with one file that holds something else; a number cuts it off there."""
+    shutil.copytree(BUNDLED["tiny-qwen2"], folder)
+    path = folder / file
+    path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content.encode())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", 40, "it does not load"),
+        ("config.json", "[]", "it does not load"),
+        ("config.json", '{"model_type": "qwen2", "num_hidden_layers": "two"}', "does not load"),
+        ("model.safetensors", 100, "does not load: SafetensorError"),
+        ("model.safetensors", 100_000, "does not load: SafetensorError"),
+        ("tokenizer.json", "{}", "does not load"),
+        ("tokenizer.json", 1000, "does not load"),
+    ],
+)
+def test_a_damaged_model_is_one_line_and_exit_2(tmp_path, file, content, message):
+    result = run("validate", "--device", "cpu", "--model", str(damaged(tmp_path / "model", file, content)))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: model ")
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_files_that_cannot_be_read_or_written_are_exit_2(tmp_path):
+    noise, few = tmp_path / "noise", ["--device", "cpu", "--new-tokens", "2", "--prompt", "The king"]
+    noise.write_bytes(b"The king \xff\xfe")
+    result = run("validate", *few, "--prompts-file", str(noise))
+    assert (result.exit_code, len(result.stderr.strip().splitlines())) == (2, 1)
+    assert "noise is not a prompts file in UTF-8: invalid start byte at byte 9" in result.stderr
+    result = run("perplexity", "--device", "cpu", "--text", str(noise))
     assert result.exit_code == 2
-    assert "it does not load" in result.stderr
+    assert "noise is not a text file in UTF-8" in result.stderr
+    # Before the model runs, not after.
+    for args in (["validate", "--json", str(tmp_path)], ["bench", "--output", "."], ["gemm", "--save", str(tmp_path)]):
+        result = run(*args)
+        assert result.exit_code == 2
+        assert "is a directory" in result.stderr
+    result = run("validate", *few, "--json", str(noise / "report.json"))
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
 
 
 def test_plan_as_table_and_json():
@@ -106,7 +148,7 @@ def test_bench_and_its_usage_errors(tmp_path):
         "--rounds",
         "2",
         "--fusion",
-        "both",
+        "both,both",
     ]
     result = run(*args, "--output", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output

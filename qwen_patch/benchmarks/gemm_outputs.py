@@ -40,7 +40,7 @@ class Baseline:
         if missing := next((f for f in (file, tensors) if not f.is_file()), None):
             raise UsageError(f"no such baseline file: {missing}")
         try:
-            self.document = json.loads(file.read_text())
+            self.document = json.loads(file.read_text(encoding="utf-8"))
             found = conditions(self.document)
             self.outputs = safe_open(tensors, "pt")
         except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:

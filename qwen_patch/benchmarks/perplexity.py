@@ -31,7 +31,7 @@ class Scores:
 
 
 def bundled_text() -> str:
-    return SAMPLE_TEXT.read_text()
+    return SAMPLE_TEXT.read_text(encoding="utf-8")
 
 
 def dataset_text(name: str, split: str, characters: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -81,7 +82,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     with whole(path) as part:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
 
 
 def beside(output: Path, suffix: str) -> Path:
@@ -89,8 +90,17 @@ def beside(output: Path, suffix: str) -> Path:
     return output.with_name(output.name + suffix)
 
 
+def finite(value: Any) -> Any:
+    """The value with None for what JSON has no word for: NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(document, indent=1) + "\n")
+    write_whole(path, json.dumps(finite(document), indent=1) + "\n")
 
 
 def cell(value: Any) -> str:

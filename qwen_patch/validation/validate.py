@@ -60,7 +60,7 @@ class Report:
 
 def default_prompts(count: int = 4) -> list[str]:
     """Passages of the bundled text, of unequal lengths."""
-    paragraphs = [p.replace("\n", " ").strip() for p in SAMPLE_TEXT.read_text().split("\n\n")]
+    paragraphs = [p.replace("\n", " ").strip() for p in SAMPLE_TEXT.read_text(encoding="utf-8").split("\n\n")]
     chosen = [p for p in paragraphs if len(p) > 120][:count]
     return [p[: 120 + 160 * i] for i, p in enumerate(chosen)]
 
