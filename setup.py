@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,10 +33,19 @@ class CannotBuild(RuntimeError):
     """One line: what is missing."""
 
 
+def environment_paths() -> list[str]:
+    """Where the environment's own packages are, a user's and a surrounding environment's that it shows too.
+
+    pip isolates a build by these two variables: a Python started without them sees what users see.
+    """
+    visible = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    command = [sys.executable, "-c", "import sys; print(*sys.path[1:], sep='\\n')"]
+    return subprocess.run(command, env=visible, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def torch_folder() -> Path:
-    """The installed torch. An isolated build hides it from sys.path, but not where the interpreter keeps packages."""
-    paths = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    spec = importlib.machinery.PathFinder.find_spec("torch", paths)
+    """The installed torch, which an isolated build hides from sys.path."""
+    spec = importlib.machinery.PathFinder.find_spec("torch", [*sys.path, *environment_paths()])
     if spec is None or not spec.submodule_search_locations:
         raise CannotBuild("torch is not installed in this environment: install torch first, then qwen_patch again")
     folder = Path(spec.submodule_search_locations[0])

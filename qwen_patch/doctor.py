@@ -15,7 +15,7 @@ import transformers
 
 from . import __version__
 from .ops import LIBRARIES
-from .plan import TRANSFORMERS_BEFORE, TRANSFORMERS_FROM, PatchError, check_transformers
+from .requirements import TRANSFORMERS_BEFORE, TRANSFORMERS_FROM, problem_with_transformers
 
 
 def _nvcc() -> str:
@@ -50,11 +50,7 @@ def _gpus() -> str:
 
 def examine() -> dict[str, Any]:
     """What a bug report needs: `versions`, `libraries` (kind -> state), and `advice`, empty where all is well."""
-    advice = []
-    try:
-        check_transformers()
-    except PatchError as error:
-        advice.append(str(error))
+    advice = list(filter(None, [problem_with_transformers()]))
     needed = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
     libraries = {}
     for kind, library in LIBRARIES.items():

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 
 from .families import CAUSAL_LM, DECODER_LAYER, DECODER_LAYER_PARAMETERS, FAMILIES, MLP, RMS_NORM, SITES, Family
@@ -18,9 +16,8 @@ from .modules.linear import ACTIVATIONS, Int8Linear
 from .ops import BACKENDS, DTYPES, LIBRARIES
 from .quantization.linears import RECORD, WIDE, find_linears
 from .recipes import QUANTIZED, RECIPES
+from .requirements import problem_with_transformers
 
-# The oldest and the first untested version of Transformers: the decoder layer's forward is re-written here.
-TRANSFORMERS_FROM, TRANSFORMERS_BEFORE = Version("5.17"), Version("5.25")
 GENERATIONS = ("auto", "stock")
 STOCK_ASKED = "generation=stock"  # why a plan leaves the loop of generate alone, where that was asked for
 SILU_CLASSES = ("SiLUActivation", "SiLU")
@@ -122,7 +119,8 @@ def make_plan(
             raise PatchError(f"unknown {name} {value!r}: supported are {', '.join(map(str, known))}")
     if quantize is None and (activations, lm_head) != ("auto", False):
         raise PatchError("activations and lm_head are settings of quantize='int8'")
-    check_transformers()
+    if (problem := problem_with_transformers()) is not None:
+        raise PatchError(problem)
     family = find_family(model)
     backend, notes = _choose_backend(model, backend)
     if model.training:
@@ -181,15 +179,6 @@ def _generation(model: nn.Module, family: Family, recipe: dict, backend: str, as
     elif "forward" in module.__dict__:
         reason = "its forward has been replaced on the instance"
     return Decision(name, CAUSAL_LM, None if reason else "FastGenerate", reason)
-
-
-def check_transformers() -> None:
-    found = Version(transformers.__version__)
-    if not TRANSFORMERS_FROM <= Version(found.base_version) < TRANSFORMERS_BEFORE:
-        raise PatchError(
-            f"transformers {found} is not supported: this version of qwen_patch is tested with >={TRANSFORMERS_FROM},"
-            f"<{TRANSFORMERS_BEFORE}; install one of those"
-        )
 
 
 def find_family(model: nn.Module) -> Family:

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
+import setuptools
 import torch
 from models import answers, small_model, token_ids
 
@@ -199,3 +201,45 @@ def test_an_op_called_on_another_card_than_its_library_is_for(monkeypatch, devic
 @pytest.mark.cuda
 def test_the_cuda_library_runs_on_this_card(device):
     assert ops.LIBRARIES[device.type].problem(device) is None
+
+
+FIND_TORCH = """
+import runpy, setuptools
+setuptools.setup = lambda **options: None
+print(runpy.run_path("setup.py")["torch_folder"]())
+"""
+
+
+def test_an_isolated_build_finds_a_users_torch(tmp_path):
+    """pip hides all but what a build asks for; the torch it is for may be the user's, or of the environment around."""
+    venv.create(tmp_path / "env", system_site_packages=True)
+    command = [str(tmp_path / "env/bin/python"), "-c"]
+    env = os.environ | {"PYTHONUSERBASE": str(tmp_path / "user")}
+    env.pop("PYTHONNOUSERSITE", None)
+    ask = [*command, "import site; print(site.getusersitepackages())"]
+    torch_folder = Path(
+        subprocess.run(ask, capture_output=True, text=True, check=True, env=env).stdout.strip(), "torch"
+    )
+    header = torch_folder / "include/torch/csrc/stable/ops.h"
+    header.parent.mkdir(parents=True)
+    for file in (header, torch_folder / "__init__.py"):
+        file.touch()
+    (tmp_path / "isolated").mkdir()
+    (tmp_path / "isolated/setuptools").symlink_to(Path(setuptools.__file__).parent)
+    env |= {"PYTHONNOUSERSITE": "1", "PYTHONPATH": str(tmp_path / "isolated")}
+    found = subprocess.run([*command, FIND_TORCH], capture_output=True, text=True, check=False, env=env, cwd=ROOT)
+    assert found.stdout.strip() == str(torch_folder), found.stderr
+
+
+def test_another_transformers_is_said_in_the_error_of_the_import():
+    """4.57 lacks modules that are imported; what is missing says nothing to a user."""
+    missing = "import sys, transformers; sys.modules['transformers.core_model_loading'] = None; "
+    result = python("-c", missing + "transformers.__version__ = '4.57.1'; import qwen_patch")
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "ImportError: transformers 4.57.1 is not supported: this version of qwen_patch is tested with >="
+    )
+    # A supported one that does not load, for whatever reason, says so itself.
+    result = python("-c", missing + "import qwen_patch")
+    assert result.returncode == 1
+    assert "is not supported" not in result.stderr

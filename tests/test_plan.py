@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from models import FAMILIES, small_config, small_model, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -181,7 +182,7 @@ def test_a_model_on_the_meta_device_is_refused():
 
 
 def test_an_untested_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(qwen_patch.plan.transformers, "__version__", "6.0.0")
+    monkeypatch.setattr(transformers, "__version__", "6.0.0")
     with pytest.raises(PatchError, match=r"transformers 6.0.0 is not supported: .*>=5.17,<5.25"):
         qwen_patch.patch_model(small_model("qwen2"))
 
