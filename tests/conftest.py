@@ -10,6 +10,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pytest
 import torch
 
+from qwen_patch.generation.runtime import NOT_STARTED
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -43,6 +45,14 @@ def device(request) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _the_runtime_starts(caplog):
+    """Its errors lead to Transformers' own loop, and would be seen by no test of what a model answers. A test that
+    wants one clears what was logged."""
+    yield
+    assert NOT_STARTED not in caplog.text
 
 
 @pytest.fixture(params=["kernel", "forward"])

@@ -84,6 +84,29 @@ def test_no_memory_on_a_cpu():
         assert model.last_reason == "no memory for the decode runtime"
 
 
+def test_a_device_that_refuses(monkeypatch, caplog):
+    """As a driver may a launch of all blocks at once, or a capture."""
+    model, ids = small_model("qwen3"), token_ids(1, 5)
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    qwen_patch.patch_model(model)
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("decode_step: too many blocks in cooperative launch\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(runtime.SESSIONS, "cpu", refuse)
+        for _ in range(2):
+            assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+        assert model.last_reason == "the decode runtime could not start"
+    said = "the decode runtime could not start (decode_step: too many blocks in cooperative launch)"
+    assert [r.getMessage() for r in caplog.records if r.name == "qwen_patch"] == [
+        f"generate runs Transformers' own loop: {said}"
+    ]
+    caplog.clear()
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+    assert model.last_reason is None
+
+
 def test_a_minimal_length_after_a_filter():
     """The filter has left nothing but the end of text, which is then held back: all scores are -inf."""
     model, ids = small_model("qwen3"), token_ids(1, 5)

@@ -263,7 +263,39 @@ raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_forked_worker():
+FORKED_MEANWHILE = """
+import os, threading, torch
+from models import small_model
+from transformers import TextStreamer
+import qwen_patch
+torch.set_num_threads(1)
+model = qwen_patch.patch_model(small_model("qwen3"))
+ids = torch.arange(5)[None]
+expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+under_way, go_on = threading.Event(), threading.Event()
+
+class Slow(TextStreamer):
+    def __init__(self): pass
+    def put(self, tokens):
+        if tokens.numel() == 1:  # not the prompt, which is put before the turn
+            under_way.set()
+            go_on.wait(60)
+    def end(self): pass
+
+thread = threading.Thread(target=lambda: model.generate(ids, max_new_tokens=20, do_sample=False, streamer=Slow()))
+thread.start()
+under_way.wait(60)
+if os.fork() == 0:
+    equal = torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), expected)
+    os._exit(0 if equal and model.last_reason is None else 1)
+go_on.set()
+thread.join()
+raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [FORKED, FORKED_MEANWHILE], ids=["alone", "while a thread generates"])
+def test_a_forked_worker(code):
     tests = Path(__file__).parent
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent)))}
-    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=100, env=env)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=env)

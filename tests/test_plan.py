@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from models import FAMILIES, small_config, small_model, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import qwen_patch
-from qwen_patch import PatchError, make_plan
+from qwen_patch import PatchError, make_plan, requirements
 from qwen_patch.modules import Patched
 from qwen_patch.recipes import RECIPES
 
@@ -182,7 +181,7 @@ def test_a_model_on_the_meta_device_is_refused():
 
 
 def test_an_untested_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "6.0.0")
+    monkeypatch.setattr(requirements.transformers, "__version__", "6.0.0")
     with pytest.raises(PatchError, match=r"transformers 6.0.0 is not supported: .*>=5.17,<5.25"):
         qwen_patch.patch_model(small_model("qwen2"))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,7 +30,20 @@ STREAMERS = (type(None), TextStreamer, TextIteratorStreamer, AsyncTextIteratorSt
 MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
 SMALLEST_CAPACITY = 256
 NO_MEMORY = "no memory for the decode runtime"
+NOT_STARTED = "the decode runtime could not start"
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch has no class of error for it
+
+
+_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for runtime in _RUNTIMES:
+        runtime.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Known(NamedTuple):
@@ -52,6 +67,11 @@ class Runtime:
         self.finished: torch.cuda.Event | None = None  # the GPU's work for the last call
         self.last_reason: str | None = None
         self.told: set[str] = set()
+        _RUNTIMES.add(self)
+
+    def forked(self) -> None:
+        """In a new process, of one thread: whichever other one had the turn is not in it."""
+        self.turns, self.caller = threading.Condition(), None
 
     def release(self) -> None:
         """Frees buffers and graphs; a call under way in another thread keeps its own until it ends."""
@@ -135,14 +155,15 @@ class Runtime:
                 logits = call.processors(call.input_ids, logits.to(torch.float32, copy=True))
             session.put(choose(logits, call.config.do_sample))
             return session, None
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and NO_CPU_MEMORY not in str(error):
-                raise
+        except RuntimeError as error:  # a driver that refuses a launch or a capture too; what is the call's fault, or
+            # has broken the device, meets Transformers' own loop as well, which raises it then
             self.release()
-            if NO_MEMORY not in self.told:
-                self.told.add(NO_MEMORY)
-                logger.warning("generate runs Transformers' own loop: %s (%s)", NO_MEMORY, error)
-            return None, NO_MEMORY
+            no_memory = isinstance(error, torch.OutOfMemoryError) or NO_CPU_MEMORY in str(error)
+            reason = NO_MEMORY if no_memory else NOT_STARTED
+            if reason not in self.told:
+                self.told.add(reason)
+                logger.warning("generate runs Transformers' own loop: %s (%s)", reason, str(error).partition("\n")[0])
+            return None, reason
 
     def _ready(self, call: Call) -> Session | None:
         """The call's session, if it is there and has a graph for the prompt whose weights are still where they were."""
