@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from models import small_model, token_ids
 
 import qwen_patch
 from qwen_patch.loading import BUNDLED, load_model
-from qwen_patch.modules import Int8Linear, Patched
+from qwen_patch.modules import Int8Linear, Patched, base
 from qwen_patch.ops import BACKENDS, OPS
 from qwen_patch.recipes import RECIPES
 from qwen_patch.validation import agreement, metrics
@@ -96,8 +97,6 @@ def broken(name, function):
     ],
 )
 def test_a_wrong_op_does_not_pass_and_is_named(monkeypatch, op, wrong, site):
-    from qwen_patch.modules import base
-
     monkeypatch.setitem(base.BACKENDS, "auto", broken(op, wrong))
     base.patched_class.cache_clear()
     model, tokenizer = load_model("tiny-qwen2", torch.device("cpu"), torch.float32)
@@ -192,6 +191,45 @@ def test_agreement_tells_a_tie_from_an_error():
     assert not found.correct
     assert agreement.Agreement(6, 3, margin=0.1, error=0.06).correct
     assert agreement.first_difference(expected, expected[:, :4]) == (0, 4)
+
+
+@torch.no_grad()
+def test_agreement_looks_beyond_a_tie_and_at_every_row():
+    model, ids = small_model("qwen3", tie_word_embeddings=False), token_ids(2, 5)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+    twin = next(t for t in range(128) if t not in expected)
+    model.lm_head.weight[twin] = model.lm_head.weight[expected[0, 2]]
+    parted = expected.clone()
+    parted[0, 2] = twin
+    text = torch.cat([ids[:1], parted[:1, :3]], 1)
+    parted[0, 3:] = model.generate(text, max_new_tokens=3, do_sample=False)[0, 8:]
+
+    def judged(found: torch.Tensor) -> agreement.Agreement:
+        return agreement.compare_tokens(model, ids, expected, found, lambda: None)
+
+    tie = judged(parted)
+    assert (tie.correct, tie.equal, tie.first_difference, tie.margin) == (True, False, 2, 0.0)
+    worst = model(torch.cat([ids[:1], parted[:1, :5]], 1)).logits[0, -1].argmin()
+    late, other = parted.clone(), parted.clone()
+    late[0, 5] = worst
+    other[1, 1] = model(torch.cat([ids[1:], parted[1:, :1]], 1)).logits[0, -1].argmin()
+    for wrong, position in ((late, 5), (other, 1)):
+        found = judged(wrong)
+        assert (found.correct, found.first_difference) == (False, position)
+
+
+@torch.no_grad()
+def test_a_wrong_float32_kernel_is_no_tie(monkeypatch):
+    """Its own distance from stock is no measure of what rounding does."""
+    model, ids = small_model("qwen3"), token_ids(1, 5)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+    monkeypatch.setitem(base.BACKENDS, "auto", base.BACKENDS["auto"]._replace(silu_mul=lambda gate, up: gate * up))
+    base.patched_class.cache_clear()
+    patch = functools.partial(qwen_patch.patch_model, model, generation="stock")
+    found = patch().generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+    assert not torch.equal(found, expected)
+    assert not agreement.compare_tokens(model, ids, expected, found, patch).correct
+    base.patched_class.cache_clear()
 
 
 @torch.no_grad()

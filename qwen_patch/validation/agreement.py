@@ -41,13 +41,13 @@ def bar_of(model: PreTrainedModel, tokens: int) -> Bar:
 class Agreement:
     """How far two greedy continuations agree.
 
-    `first_difference` is the first new token that differs in any row, None if all are equal. There, `margin` is how
-    much the stock model in float32 prefers the stock run's token to the other, in logits, and `error` the largest
-    difference between its logits and those of the stock model in its own dtype, for the same text: what rounding does
-    to a logit. (Of an int8 model, the stock model is the reference's expressions over its int8 linears.) In float32
-    itself it is the difference between the two models. At least it is the dtype's step at that logit: `generate`
-    computes with a cache, whose last bits are not a full forward's, so a stock model too may part from itself there. A
-    margin inside twice the error (each logit may move by one) is a tie.
+    `first_difference` is the first new token that differs, None if all are equal. There, `margin` is how much the stock
+    model in a wider dtype (float32, of a float32 model float64) prefers the stock run's token to the other, in logits,
+    and `error` the largest difference between its logits and those of the stock model in its own dtype, for the same
+    text: what rounding does to a logit. (Of an int8 model, the stock model is the reference's expressions over its int8
+    linears.) At least it is the dtype's step at that logit: `generate` computes with a cache, whose last bits are not a
+    full forward's, so a stock model too may part from itself there. A margin inside twice the error (each logit may
+    move by one) is a tie. Where a later token is wrong, `first_difference` is that one, and `margin` to the best.
     """
 
     tokens: int
@@ -85,25 +85,41 @@ def _judge(
     ids: torch.Tensor,
     expected: torch.Tensor,
     found: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    logits_of: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
+    whole: bool = True,
 ) -> Agreement:
-    """logits_of(text [1, N]): three times [V] after it, the judge's, and the two whose difference is what rounding
-    does, the stock model's last."""
-    where = first_difference(expected, found)
-    if where is None:
-        return Agreement(expected.numel())
-    row, position = where
-    if position >= expected.shape[1] or position >= found.shape[1]:
-        return Agreement(expected.numel(), position, float("inf"), 0.0)
-    truth, one, other = logits_of(torch.cat([ids, expected[:, :position]], dim=1)[row : row + 1])
-    margin = (truth[expected[row, position]] - truth[found[row, position]]).item()
-    step = torch.finfo(other.dtype).eps * other.abs().max().item()
-    return Agreement(expected.numel(), position, margin, max((one - other).abs().max().item(), step))
+    """logits_of(text [1, N], n): [n, V] after each of the last n tokens, the judge's, and the stock model's own.
+
+    Every row that differs is looked at, where it first differs, and with `whole` at every token: that one is no further
+    below the judge's best than twice what a logit of the text is off by at most. The answer is of the first row that
+    is wrong, or else of the first that differs.
+    """
+    if expected.shape != found.shape:
+        return Agreement(expected.numel(), min(expected.shape[1], found.shape[1]), float("inf"))
+    ties = []
+    for row in (expected != found).any(dim=1).nonzero().flatten().tolist():
+        position = int((expected[row] != found[row]).nonzero()[0])
+        last = found.shape[1] if whole else position + 1
+        chosen = found[row, :last]
+        truth, own = logits_of(torch.cat([ids[row], chosen[:-1]])[None], last)
+        step = torch.finfo(own.dtype).eps * own.abs().amax(-1)
+        errors = torch.maximum((truth - own).abs().amax(-1), step)
+        margin = (truth[position, expected[row, position]] - truth[position, found[row, position]]).item()
+        ties.append(Agreement(expected.numel(), position, margin, errors[position].item()))
+        if not ties[-1].correct:
+            return ties[-1]
+        if whole:
+            below = truth.amax(-1) - truth.gather(1, chosen[:, None]).squeeze(1)
+            worst = int(below.argmax())
+            if not (late := Agreement(expected.numel(), worst, below[worst].item(), errors.max().item())).correct:
+                return late
+    return min(ties, key=lambda tie: tie.first_difference, default=Agreement(expected.numel()))
 
 
-def _in_float32(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
-    """The last logits of a float32 copy of the model."""
-    return torch.nn.Module.float(copy.deepcopy(model))(text).logits[0, -1]
+def _in_wider(model: PreTrainedModel, text: torch.Tensor, count: int) -> torch.Tensor:
+    """The last logits [count, V] of a copy of the model in float32, or of one in float32 in float64."""
+    wider = torch.float64 if model.dtype == torch.float32 else torch.float32
+    return torch.nn.Module.to(copy.deepcopy(model), wider)(text, logits_to_keep=count).logits[0]
 
 
 def compare_tokens(
@@ -113,24 +129,21 @@ def compare_tokens(
     found: torch.Tensor,
     reactivate: Callable[[], None],
 ) -> Agreement:
-    """Compares new tokens [B, N]; where they differ, asks the models about the text before the first difference.
+    """Compares new tokens [B, N]; where they differ, asks the stock model about the text of `found`.
 
-    `model` is in the state that gave `found`; it is left so: `reactivate` brings it back after stock was asked.
-    In a 16-bit dtype that takes a float32 copy of the model. No padding: for prompts ids [B, T] of one length.
+    `model` is in the state that gave `found`; it is left so: `reactivate` brings it back after stock was asked, which
+    takes a copy of the model in a wider dtype. No padding: for prompts ids [B, T] of one length.
     """
+    if torch.equal(expected, found):
+        return Agreement(expected.numel())
 
-    def logits_of(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        patched = model(text).logits[0, -1] if model.dtype == torch.float32 else None
-        unpatch_model(model)
-        stock = model(text).logits[0, -1]
-        if patched is not None:
-            truth, other = stock, patched
-        else:
-            truth = other = _in_float32(model, text)
-        reactivate()
-        return truth, other, stock
+    def logits_of(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _in_wider(model, text, count), model(text, logits_to_keep=count).logits[0]
 
-    return _judge(ids, expected, found, logits_of)
+    unpatch_model(model)
+    found = _judge(ids, expected, found, logits_of)
+    reactivate()
+    return found
 
 
 @dataclass(frozen=True)
@@ -170,15 +183,16 @@ def compare_int8(
     new tokens as it is. Where the tokens differ from the reference's it takes a float32 copy of the model.
     """
 
-    def logits_of(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        truth = _in_float32(model, text)
-        return truth, truth, model(text).logits[0, -1]
+    def logits_of(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _in_wider(model, text, count), model(text, logits_to_keep=count).logits[0]
 
     text, first = torch.cat([ids, stock], dim=1), ids.shape[1] - 1
     theirs = model(text).logits[:, first:-1].flatten(0, 1)
     # Not the kernels: a wrong one must not be what it is measured with.
     patch_model(model, **options | {"backend": "reference", "generation": "stock"})
-    tokens = _judge(ids, generate(), found, logits_of)
+    # The first difference only: decode and prompts may go through different int8 products, which a text's logits, all
+    # of one of them, are no measure of.
+    tokens = _judge(ids, generate(), found, logits_of, whole=False)
     unpatch_model(model)
     logits = model(text).logits[:, first:-1].flatten(0, 1)
     patch_model(model, **options)
