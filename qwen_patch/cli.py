@@ -242,9 +242,15 @@ def ops(
     with usage_errors():
         where = pick_device(device)
         dtypes = tuple(pick_dtype(name.strip(), where) for name in dtype.split(","))
-        document = benchmark.run(where, dtypes, output, rounds, tuple(numbers(tokens)))
+        try:
+            document = benchmark.run(where, dtypes, output, rounds, tuple(numbers(tokens)))
+        except benchmark.WrongResult as error:
+            print(f"WRONG: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
     title = f"ops on {document['environment']['device_name']}, copy {document['copy_gbps']:,.0f} GB/s"
     show_rows(console, title, document["rows"], benchmark.COLUMNS)
+    for op in document["without_kernel"]:
+        console.print(f"{op}: no {where.type} kernel of ours here; the stock expression runs")
 
 
 @app.command()

@@ -93,10 +93,18 @@ def _liger_peers() -> dict[str, Callable]:
 
 
 def variants(op: str, device: torch.device) -> dict[str, Callable]:
-    """ours (the kernel), stock (the model's own expression) and the peers that have this op on this device."""
-    found = {"ours": OPS[op].no_grad, "stock": OPS[op].reference}
+    """ours (the kernel, where there is one), stock (the model's own expression) and the peers that have this op."""
+    found = {"ours": OPS[op].no_grad} if OPS[op].has_kernel(device) else {}
+    found["stock"] = OPS[op].reference
     peers = {"torch": _torch_peers(), "liger": _liger_peers() if device.type == "cuda" else {}}
     return found | {name: table[op] for name, table in peers.items() if op in table}
+
+
+def results_of(op: str, call: Callable, args: tuple) -> tuple[torch.Tensor, ...]:
+    """What a call returns, and what it writes into its arguments: into copies of them."""
+    args = tuple(a.clone() if i in OPS[op].mutates else a for i, a in enumerate(args))
+    out = call(*args)
+    return (*(out if isinstance(out, tuple) else (out,)), *(args[i] for i in OPS[op].mutates))
 
 
 def largest_error(found: Any, expected: Any, of_row: bool = False) -> float:
@@ -114,16 +122,23 @@ def largest_error(found: Any, expected: Any, of_row: bool = False) -> float:
     return worst
 
 
+class WrongResult(RuntimeError):
+    """A kernel of ours is further from the reference than rounding explains."""
+
+
 def measure(case: Case, device: torch.device, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
     """One row a variant. Every variant is checked against the reference on fresh inputs before it is timed."""
     first = inputs(case, device, dtype)
     cost = OPS[case.op].cost(*first)
-    expected = OPS[case.op].reference(*first)
+    expected = results_of(case.op, OPS[case.op].reference, first)
     functions = variants(case.op, device)
-    errors = {name: largest_error(f(*first), expected, OPS[case.op].of_row) for name, f in functions.items()}
+    found = {name: results_of(case.op, f, first) for name, f in functions.items()}
+    errors = {name: largest_error(out, expected, OPS[case.op].of_row) for name, out in found.items()}
     limit = FLOAT32_ULP if dtype == torch.float32 else OPS[case.op].max_ulp
-    if errors["ours"] > limit:
-        raise RuntimeError(f"{case.op} {case.shape} {dtype} is wrong by {errors['ours']} units in the last place")
+    if (error := errors.get("ours", 0.0)) > limit:
+        raise WrongResult(
+            f"{case.op} {list(case.shape)} {dtype} is off by {error:.3g} units in the last place: {limit} may be"
+        )
 
     # Cold inputs: enough sets to push each out of the cache before its turn comes again, up to 64.
     wanted = -(-4 * timing.last_level_cache(device) // cost.bytes)
@@ -203,6 +218,7 @@ def run(
             "inputs": "rotated through 4x the last-level cache, up to 64 sets",
         },
         "copy_gbps": copy_gbps,
+        "without_kernel": sorted({case.op for case, _ in todo if not OPS[case.op].has_kernel(device)}),
         "rows": rows,
     }
     if output is not None:
