@@ -59,7 +59,7 @@ def patch_model(
         raise PatchError(f"{reason}, or keep the linears with quantize='int8'")
     if keep_original and convert.kept(model) is False:
         raise PatchError(f"{convert.NOT_KEPT}: keep_original=True comes too late")
-    if current_plan(model) == plan and convert.kept(model) in (None, bool(keep_original)):
+    if current_plan(model) == plan and convert.kept(model) in (None, keep_original):
         return outer
     try:
         _quantize(model, plan, keep_original == "device")
@@ -184,7 +184,7 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
         if before is None:
             unpatch_model(model)
         else:
-            patch_model(model, **before.options, keep_original=bool(kept))
+            patch_model(model, **before.options, keep_original=kept or False)
 
 
 def _replace(model: nn.Module, name: str, replacement: type[Patched], backend: str) -> None:

@@ -74,6 +74,21 @@ def test_patch_and_undo_with_originals_kept(keep_original):
     assert torch.equal(answers(model, IDS).logits, expected)
 
 
+@pytest.mark.parametrize("keep_original", [True, "device"])
+def test_originals_are_kept_as_before_after_another_patch(keep_original):
+    model = bf16()
+    before = state_of(model)
+    options = {"quantize": "int8", "keep_original": keep_original}
+    qwen_patch.patch_model(model, **options)
+    with qwen_patch.patched(model, fusion="rms"):
+        assert not linears(model)
+    assert convert.kept(model) == keep_original
+    other = {True: "device", "device": True}[keep_original]
+    qwen_patch.patch_model(model, **options | {"keep_original": other})
+    assert convert.kept(model) == other
+    assert_same_state(state_of(qwen_patch.unpatch_model(model)), before)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(("keep_original", "place"), [(True, "cpu"), ("device", "cuda")])
 def test_where_originals_are_kept(keep_original, place):

@@ -164,6 +164,33 @@ def test_an_incomplete_undo_does_not_pass(monkeypatch):
     assert "undo" in report.reasons[0]
 
 
+def test_a_model_that_makes_more_of_a_rounding(monkeypatch):
+    """Sharp attention, and branches that outweigh the residual: stock is off by as much. A wrong op still is wrong."""
+
+    def ill_conditioned() -> tuple:
+        model, tokenizer = load_model("tiny-qwen2", torch.device("cpu"), torch.float32)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.q_proj.weight.mul_(10)
+                layer.self_attn.o_proj.weight.mul_(3)
+                layer.mlp.down_proj.weight.mul_(3)
+        return model, tokenizer
+
+    model, tokenizer = ill_conditioned()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    report = validate(model, tokenizer, name="sharp", new_tokens=8)
+    assert report.passed, report.reasons
+    assert report.max_abs_logit_error > 1e-4  # far more than the bound for its 25 modules, 4e-5
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    monkeypatch.setitem(base.BACKENDS, "auto", broken("silu_mul", lambda g, u: OPS["silu_mul"].reference(g, u) * 1.001))
+    base.patched_class.cache_clear()
+    try:
+        report = validate(*ill_conditioned(), name="sharp", new_tokens=8)
+    finally:
+        base.patched_class.cache_clear()
+    assert report.reasons[0].startswith("a logit is off by")
+
+
 def test_logit_distance():
     a = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
     b = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 0.0]])

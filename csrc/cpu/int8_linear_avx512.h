@@ -8,6 +8,8 @@
 // Bound by the arithmetic.
 #pragma once
 
+#include <cstring>
+
 #include "avx512.h"
 #include "int8_linear_rows.h"
 
@@ -121,8 +123,8 @@ template <typename Kind, int T>
 QP_V4 QP_INLINE void tile(const Int8Problem& p, const uint32_t* words, const float* scales, int64_t m, float* y) {
   constexpr bool INT8 = Kind::WORDS == 16;
   int64_t stride = p.G * Kind::WORDS;
-  const uint32_t* x = static_cast<const uint32_t*>(p.x) + m * stride;
-  for (int64_t g = 0; g < p.G; ++g, words += Kind::WORDS * BLOCK, scales += BLOCK, x += Kind::WORDS) {
+  const char* x = static_cast<const char*>(p.x) + 4 * m * stride;  // of 16-bit elements: aligned to 2 bytes
+  for (int64_t g = 0; g < p.G; ++g, words += Kind::WORDS * BLOCK, scales += BLOCK, x += 4 * Kind::WORDS) {
     typename Kind::Sum sum[T][2];
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
@@ -136,7 +138,9 @@ QP_V4 QP_INLINE void tile(const Int8Problem& p, const uint32_t* words, const flo
       __m512i low = _mm512_load_si512(words + k * BLOCK), high = _mm512_load_si512(words + k * BLOCK + 16);
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
-        __m512i word = _mm512_set1_epi32(static_cast<int32_t>(x[t * stride + k]));
+        int32_t x_word;
+        std::memcpy(&x_word, x + 4 * (t * stride + k), 4);
+        __m512i word = _mm512_set1_epi32(x_word);
         sum[t][0] = step(Kind{}, sum[t][0], low, word);
         sum[t][1] = step(Kind{}, sum[t][1], high, word);
       }

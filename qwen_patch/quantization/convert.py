@@ -24,10 +24,12 @@ class Absent:
 @dataclass
 class Record:
     """What a patch changed in the model whose __dict__ it is in, without a reference to that model, whose memory would
-    then be there until Python looks for cycles. `originals` is None where they are not kept."""
+    then be there until Python looks for cycles. `originals` is None where they are not kept, else they are on their
+    devices where `in_place`, or in the host's memory."""
 
     names: tuple[str, ...]
     dtype: torch.dtype  # of the model
+    in_place: bool
     originals: dict[str, nn.Linear] | None
     attributes: list[tuple[bool, str, Any]] = field(default_factory=list)  # of the config or not, name, value before
     tied: dict[str, str] = field(default_factory=dict)  # of the head that has become an untied copy
@@ -51,11 +53,12 @@ def make_int8(
         owner, record = found
         prefix = next(name for name, module in model.named_modules() if module is owner)
         same = record.names == tuple(name.removeprefix(f"{prefix}.") for name in names)
+        same = same and (record.originals is None or record.in_place == in_place)
         if same and not any(_is_back(owner, record, name) for name in record.names):
             _set_mode(owner, record.names, config, backend)
             return
         give_back(model)
-    record = Record(names, _pretrained(model)[1].dtype, {})
+    record = Record(names, _pretrained(model)[1].dtype, in_place, {})
     try:
         for name in names:
             linear = model.get_submodule(name)
@@ -81,10 +84,12 @@ def forget(model: nn.Module) -> None:
         found[1].originals = None
 
 
-def kept(model: nn.Module) -> bool | None:
-    """Whether the originals are there; None where no patch has changed the linears."""
-    found = record_of(model)
-    return None if found is None else found[1].originals is not None
+def kept(model: nn.Module) -> bool | str | None:
+    """How the originals are kept, in the words of `keep_original`; None where no patch has changed the linears."""
+    if (found := record_of(model)) is None:
+        return None
+    record = found[1]
+    return False if record.originals is None else "device" if record.in_place else True
 
 
 def kept_bytes(model: nn.Module, device: torch.device) -> int:
