@@ -36,6 +36,7 @@ LENGTHS = [
     (7900,),
     (7900, 300, 5000),
     tuple(range(1, 13)),
+    (300, *range(1, 12)),
 ]
 
 
@@ -127,11 +128,15 @@ def test_minimal_lengths_on_cuda(options):
     assert len(model.__dict__[RUNTIME].sessions) == 1
 
 
-def test_same_seed_same_tokens():
+@pytest.mark.parametrize("lengths", [(9, 4), (240, *range(1, 10))], ids=["decode_step", "graphs on the way"])
+def test_same_seed_same_tokens(lengths):
+    """The second: of more rows than decode_step has, its first call captures a graph for longer texts in the midst."""
     model, _ = bundled("tiny-qwen3")
     qwen_patch.patch_model(model)
     options = {"max_new_tokens": 48, "do_sample": True, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "temperature": 1.3}
-    inputs = random_batch(model, 9, 4)
+    if len(lengths) > 2:
+        options |= {"max_new_tokens": None, "max_length": 520}
+    inputs = random_batch(model, *lengths)
     found = []
     for seed in (3, 3, 4, 3):  # the first call captures the graph
         torch.manual_seed(seed)

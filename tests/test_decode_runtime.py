@@ -112,6 +112,25 @@ def test_no_memory_for_a_graph_of_prompts(captured_on_cpu, monkeypatch, caplog):
     assert told == ["no memory for a graph of prompts of 16 tokens: they run eagerly (CUDA out of memory)"]
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["", "no memory"])
+def test_steps_attend_to_as_many_slots_as_they_need(full, captured_on_cpu, monkeypatch, caplog):
+    """Their graphs are for powers of two; where there is no memory for one, it is the whole capacity's."""
+
+    def capture(work: Any, device: Any, pool: Any) -> SimpleNamespace:
+        if full and work.func.__name__ == "_steps" and work.args[1] == 512:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SimpleNamespace(replay=work)
+
+    monkeypatch.setattr(captured, "capture", capture)
+    model = small_model("qwen3", max_position_embeddings=2048)
+    (kept,) = all_compared(model, [left_padded(n, 3) for n in (230, 900)], max_length=1030)
+    assert kept.capacity == 2048
+    slots = {slots for _, slots in kept.graphs}
+    assert slots == ({256, 2048} if full else {256, 512, 1024, 2048})
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "qwen_patch"]
+    assert told == ["no memory for a graph over 512 tokens: steps are over 2048 (CUDA out of memory)"] * full
+
+
 def test_one_token_and_none_to_spare(each_way):
     model = small_model("qwen3")
     for tokens in (1, 2, 3):

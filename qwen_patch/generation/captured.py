@@ -24,6 +24,7 @@ MAX_SPLITS, SPLIT_KEYS = 16, 64
 # eagerly at their own length: there the launches are hidden behind the work.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 MAX_CAPTURED_TOKENS = 2048
+SMALLEST_SLOTS = 256  # of the cache, that steps of the plain forward attend to; then twice as many, and so on
 BURST = 4  # steps in one graph: the gap between two graphs, and the copy to the host, take 20 us
 
 
@@ -42,8 +43,9 @@ class CapturedSession(Session):
             self.prompt = torch.zeros(max(MAX_CAPTURED_TOKENS, rows), dtype=torch.int64, device=self.tokens.device)
         self.pool = torch.cuda.graph_pool_handle() if self.tokens.device.type == "cuda" else None
         self.prompts: dict[int, torch.cuda.CUDAGraph] = {}  # by bucket
-        self.capturing = True
-        self.graphs = self._captured_steps()
+        self.capturing, self.slots = True, capacity
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by steps, and by the slots that they attend to
+        self._capture_steps(self.capacity)
 
     def _prepare_kernel(self, model: nn.Module) -> None:
         super()._prepare_kernel(model)
@@ -85,8 +87,22 @@ class CapturedSession(Session):
                 logger.warning("no memory for a graph of prompts of %d tokens: they run eagerly (%s)", bucket, error)
 
     def step(self, tokens: int = 1) -> None:
-        self.graphs[tokens].replay()
+        self._graph_of(tokens).replay()
         self.column += tokens
+
+    def _graph_of(self, tokens: int) -> torch.cuda.CUDAGraph:
+        slots = self.capacity
+        if self.no_kernel is not None:  # decode_step knows the lengths
+            slots = min(slots, SMALLEST_SLOTS << max(0, (self.column + tokens - 1) // SMALLEST_SLOTS).bit_length())
+        if (tokens, slots) not in self.graphs and self.capturing:
+            try:
+                self._capture_steps(slots)
+            except torch.OutOfMemoryError as error:
+                self.capturing = False
+                logger.warning(
+                    "no memory for a graph over %d tokens: steps are over %d (%s)", slots, self.capacity, error
+                )
+        return self.graphs.get((tokens, slots)) or self.graphs[tokens, self.capacity]
 
     def send(self) -> Callable[[], torch.Tensor]:
         new = self.history[:, self.sent : self.column].contiguous()
@@ -102,19 +118,21 @@ class CapturedSession(Session):
         return wait
 
     def _slots_in_use(self) -> int:
-        return self.capacity  # a graph has one size
+        return self.slots
 
-    def _steps(self, tokens: int) -> None:
+    def _steps(self, tokens: int, slots: int) -> None:
+        self.slots = slots
         for _ in range(tokens):
             self._work()
 
-    def _captured_steps(self) -> dict[int, torch.cuda.CUDAGraph]:
-        """One step, and BURST of them, captured. The step before, which loads what is loaded lazily, is taken back."""
+    def _capture_steps(self, slots: int) -> None:
+        """One step, and BURST of them. The step before, which loads what is loaded lazily, is taken back."""
         kept = [t.clone() for t in (self.state[1:], self.tokens, self.history)]
         device = self.tokens.device
         random = torch.cuda.get_rng_state(device)
-        run_aside(self._work, device)
+        run_aside(functools.partial(self._steps, 1, slots), device)
         torch.cuda.set_rng_state(random, device)
         for tensor, value in zip((self.state[1:], self.tokens, self.history), kept, strict=True):
             tensor.copy_(value)
-        return {n: capture(functools.partial(self._steps, n), device, self.pool) for n in (1, BURST)}
+        made = {(n, slots): capture(functools.partial(self._steps, n, slots), device, self.pool) for n in (1, BURST)}
+        self.graphs |= made
