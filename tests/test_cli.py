@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def test_files_that_cannot_be_read_or_written_are_exit_2(tmp_path):
     for args in (["validate", "--json", str(tmp_path)], ["bench", "--output", "."], ["gemm", "--save", str(tmp_path)]):
         result = run(*args)
         assert result.exit_code == 2
-        assert "is a directory" in result.stderr
+        assert "isadirectory" in re.sub(r"[\s│]", "", result.stderr)  # in a box, and long paths are wrapped
     result = run("validate", *few, "--json", str(noise / "report.json"))
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr
