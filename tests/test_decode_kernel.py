@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +23,13 @@ from qwen_patch.modules.causal_lm import RUNTIME
 pytestmark = pytest.mark.cuda
 
 
+MODELS = [*BUNDLED, *filter(None, [os.environ.get("QWEN_PATCH_REAL_MODEL")])]
+
+
 def bundled(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED[name], padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED[name], dtype=dtype).to("cuda")
+    folder = BUNDLED.get(name, name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to("cuda")
     model.generation_config.eos_token_id = None
     return model, tokenizer
 
@@ -40,7 +46,7 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", MODELS, ids=lambda name: Path(name).name)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} of up to {max(lengths)}")
 def test_greedy_on_cuda(name, lengths):
     model, _ = bundled(name)
