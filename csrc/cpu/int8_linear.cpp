@@ -1,5 +1,6 @@
 // int8_linear on the CPU: checks, the tokens' form, threads over blocks of weight rows, registration. The loops:
-// int8_linear_rows.h for every processor, int8_linear_avx512.h for AVX-512; linear_kernels.cpp chooses.
+// int8_linear_rows.h for every processor, int8_linear_avx512.h for AVX-512, int8_linear_amx.h for AMX;
+// linear_kernels.cpp chooses.
 #include <optional>
 
 #include "linear_kernels.h"

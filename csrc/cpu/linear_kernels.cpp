@@ -1,7 +1,7 @@
 // See linear_kernels.h.
 #include "linear_kernels.h"
 
-#include "int8_linear_avx512.h"
+#include "int8_linear_amx.h"
 #include "small_linear_rows.h"
 
 namespace qwen_patch::cpu {
@@ -70,7 +70,10 @@ Int8Kernel int8_kernel(int64_t M, ScalarType dtype, bool quantize_activations) {
 #if QP_AVX512
   if (__builtin_cpu_supports("x86-64-v4")) {
     if (quantize_activations && __builtin_cpu_supports("avx512vnni")) {
-      return M < PACK_INT8 ? Int8Kernel{Form::INT8, dot_vnni} : packed<Int8Words>(Form::INT8);
+      if (M < PACK_INT8) return {Form::INT8, dot_vnni};
+      Int8Kernel kernel = packed<Int8Words>(Form::INT8);
+      if (M >= AMX_TOKENS && has_amx()) kernel.tiles = tiles_amx;
+      return kernel;
     }
     bool bf16 = dtype == ScalarType::BFloat16 && __builtin_cpu_supports("avx512bf16");
     if (!quantize_activations && M >= (bf16 ? PACK_BF16 : PACK_FLOAT)) {

@@ -7,7 +7,7 @@
 #include <cstring>
 
 // To test on one machine what others run: -DQP_NO_AVX512 leaves AVX2 and the baseline, -DQP_PORTABLE the baseline
-// alone.
+// alone; -DQP_EMULATE_AMX adds AMX to a machine with AVX-512 and VNNI.
 #if defined(__x86_64__) && defined(__linux__) && !defined(QP_PORTABLE)
 #define QP_X86 1
 #ifdef QP_NO_AVX512
