@@ -62,7 +62,7 @@ def patch_model(
     if current_plan(model) == plan and convert.kept(model) in (None, keep_original):
         return outer
     try:
-        _quantize(model, plan, keep_original == "device")
+        _quantize(model, plan, keep_original)
     except ValueError as error:
         raise PatchError(str(error)) from error
     _undo_fusion(model)
@@ -115,7 +115,7 @@ def release(model: Model) -> Model:
     return model
 
 
-def _quantize(model: nn.Module, plan: Plan, in_place: bool) -> None:
+def _quantize(model: nn.Module, plan: Plan, keep: bool | str) -> None:
     if plan.quantize is None:
         convert.give_back(model)
         return
@@ -123,7 +123,7 @@ def _quantize(model: nn.Module, plan: Plan, in_place: bool) -> None:
     left = [d.name for d in plan.decisions if d.site == LINEAR and d.reason is not None]
     config = QwenPatchInt8Config(plan.activations, plan.lm_head, left)
     names = [d.name for d in plan.replaced if d.site in sites]
-    convert.make_int8(model, names, config, plan.backend, in_place)
+    convert.make_int8(model, names, config, plan.backend, keep)
 
 
 def _undo_fusion(model: nn.Module) -> None:
@@ -176,7 +176,7 @@ def patched(model: Model, **options: Any) -> Iterator[Model]:
     """
     before, kept = current_plan(model), convert.kept(model)
     if options.get("quantize") is not None:
-        options = {"keep_original": kept is not False, **options}
+        options = {"keep_original": True if kept is None else kept, **options}
     patch_model(model, **options)
     try:
         yield model

@@ -83,10 +83,20 @@ def test_originals_are_kept_as_before_after_another_patch(keep_original):
     with qwen_patch.patched(model, fusion="rms"):
         assert not linears(model)
     assert convert.kept(model) == keep_original
+    there = linears(model)
+    with qwen_patch.patched(model, quantize="int8", activations="w8a8"):
+        assert convert.kept(model) == keep_original
+        assert all(linear is there[name] for name, linear in linears(model).items())
+    assert all(linear is there[name] for name, linear in linears(model).items())
     other = {True: "device", "device": True}[keep_original]
     qwen_patch.patch_model(model, **options | {"keep_original": other})
     assert convert.kept(model) == other
     assert_same_state(state_of(qwen_patch.unpatch_model(model)), before)
+    qwen_patch.patch_model(model, **options)
+    there = linears(model)
+    qwen_patch.patch_model(model, quantize="int8")
+    assert convert.kept(model) is False
+    assert all(linear is there[name] for name, linear in linears(model).items())
 
 
 @pytest.mark.cuda

@@ -246,6 +246,31 @@ def test_agreement_looks_beyond_a_tie_and_at_every_row():
 
 
 @torch.no_grad()
+def test_an_end_of_text_that_is_held_back_is_no_better_token():
+    model, ids = small_model("qwen2", tie_word_embeddings=False), token_ids(1, 5)
+    first = int(model.generate(ids, max_new_tokens=1, do_sample=False)[0, 5])
+    twin = 3 if first != 3 else 4
+    model.lm_head.weight[twin] = model.lm_head.weight[first]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+    text = torch.cat([ids, torch.tensor([[first if expected[0, 0] == twin else twin]])], 1)
+    model.generation_config.eos_token_id = int(model(text).logits[0, -1].argmax())
+    found = model.generate(text, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0)[:, 5:]
+    judged = agreement.compare_tokens(model, ids, expected, found, lambda: None)
+    assert (judged.first_difference, judged.correct) == (0, True)
+    assert not agreement._judge(ids, expected, found, lambda text, count: (model(text).logits[0, -count:],) * 2).correct
+
+
+@torch.no_grad()
+def test_the_judge_of_a_mixture_of_experts():
+    """Its grouped products are for 16 and 32 bits only."""
+    model, ids = small_model("qwen3_moe"), token_ids(1, 5)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[:, 5:]
+    found = expected.clone()
+    found[0, 3] = (found[0, 3] + 1) % 128
+    assert not agreement.compare_tokens(model, ids, expected, found, lambda: None).correct
+
+
+@torch.no_grad()
 def test_a_wrong_float32_kernel_is_no_tie(monkeypatch):
     """Its own distance from stock is no measure of what rounding does."""
     model, ids = small_model("qwen3"), token_ids(1, 5)

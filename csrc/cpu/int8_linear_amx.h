@@ -61,6 +61,7 @@ QP_AMX inline void tiles_amx(const Int8Problem& p, const uint32_t* words, const 
                              int64_t tokens, float* y) {
   TileConfig config;
   for (int i = 0; i < 3; ++i) config.bytes_a_row[i] = 64, config.rows[i] = 16;
+  asm volatile("" ::: "memory");  // the intrinsics don't say all that they read
   _tile_loadconfig(&config);
   int64_t t = 0;
   for (; t + AMX_TOKENS <= tokens; t += AMX_TOKENS) {

@@ -29,7 +29,7 @@ BURST = 4  # steps in one graph: the gap between two graphs, and the copy to the
 
 
 class CapturedSession(Session):
-    """A session whose work is graphs: it only asks the GPU for it, and returns."""
+    """A session whose work is graphs: where they are captured, it only asks the GPU for it, and returns."""
 
     burst = BURST
     ahead = 2
@@ -86,22 +86,23 @@ class CapturedSession(Session):
                 self.capturing = False
                 logger.warning("no memory for a graph of prompts of %d tokens: they run eagerly (%s)", bucket, error)
 
-    def step(self, tokens: int = 1) -> None:
-        self._graph_of(tokens).replay()
+    def step(self, tokens: int = 1, unchanged: Callable[[], bool] = lambda: True) -> None:
+        self._graph_of(tokens, unchanged).replay()
         self.column += tokens
 
-    def _graph_of(self, tokens: int) -> torch.cuda.CUDAGraph:
+    def _graph_of(self, tokens: int, unchanged: Callable[[], bool]) -> torch.cuda.CUDAGraph:
+        """Over as many slots as these steps need; the whole capacity's, which is there from the start, where there can
+        be none: an answer does not change its weights, nor end in an error, for it."""
         slots = self.capacity
         if self.no_kernel is not None:  # decode_step knows the lengths
             slots = min(slots, SMALLEST_SLOTS << max(0, (self.column + tokens - 1) // SMALLEST_SLOTS).bit_length())
-        if (tokens, slots) not in self.graphs and self.capturing:
+        if (tokens, slots) not in self.graphs and self.capturing and unchanged():
             try:
                 self._capture_steps(slots)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
                 self.capturing = False
-                logger.warning(
-                    "no memory for a graph over %d tokens: steps are over %d (%s)", slots, self.capacity, error
-                )
+                reason = str(error).partition("\n")[0]
+                logger.warning("no graph over %d tokens: steps are over %d (%s)", slots, self.capacity, reason)
         return self.graphs.get((tokens, slots)) or self.graphs[tokens, self.capacity]
 
     def send(self) -> Callable[[], torch.Tensor]:
@@ -130,9 +131,11 @@ class CapturedSession(Session):
         kept = [t.clone() for t in (self.state[1:], self.tokens, self.history)]
         device = self.tokens.device
         random = torch.cuda.get_rng_state(device)
-        run_aside(functools.partial(self._steps, 1, slots), device)
-        torch.cuda.set_rng_state(random, device)
-        for tensor, value in zip((self.state[1:], self.tokens, self.history), kept, strict=True):
-            tensor.copy_(value)
+        try:
+            run_aside(functools.partial(self._steps, 1, slots), device)
+        finally:
+            torch.cuda.set_rng_state(random, device)
+            for tensor, value in zip((self.state[1:], self.tokens, self.history), kept, strict=True):
+                tensor.copy_(value)
         made = {(n, slots): capture(functools.partial(self._steps, n, slots), device, self.pool) for n in (1, BURST)}
         self.graphs |= made

@@ -23,9 +23,11 @@ def run_aside(work: Callable[[], Any], device: torch.device) -> None:
     current, side = torch.cuda.current_stream(device), _stream(device)
     with _taken:
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            work()
-        current.wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                work()
+        finally:
+            current.wait_stream(side)
 
 
 def capture(work: Callable[[], Any], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:

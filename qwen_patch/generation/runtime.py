@@ -243,7 +243,7 @@ def _tokens(session: Session, most: int, weights: Weights) -> Iterator[torch.Ten
     while under_way or asked < most:
         while asked < most and len(under_way) <= session.ahead:
             steps = session.burst if most - asked >= session.burst else 1
-            session.step(steps)
+            session.step(steps, weights.held)
             under_way.append(session.send())
             asked += steps
         if held is None and most > 1:  # now that the GPU has work; where this is all, it is waited for below

@@ -162,8 +162,8 @@ class Session:
         self.state[1] += 1
         self.column += 1
 
-    def step(self, tokens: int = 1) -> None:
-        """That many tokens more for every row, 1 or `burst`."""
+    def step(self, tokens: int = 1, unchanged: Callable[[], bool] = lambda: True) -> None:
+        """That many tokens more for every row, 1 or `burst`. unchanged: whether the weights are what they were."""
         for _ in range(tokens):
             self._work()
         self.column += tokens

@@ -35,12 +35,13 @@ def draw_token(
 
     The distribution is that of Transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and
     MinPLogitsWarper, in this order, and then of a softmax; a temperature or top_p of 1 and a min_p of 0 change nothing.
-    All that tie with the k-th count as top_k's, up to 1,024 in all. With uniform [B] float32 in [0, 1) the token is the
-    first, from the best one on and of equal ones from the first in the vocabulary, where the sum of the probabilities
-    is over it. scores: bfloat16, float16 or float32, contiguous. top_k: 1 to LARGEST_K, at most V. keep: so many of the
-    best are not taken away by top_p and min_p. banned: int32 [1 + MAX_BANNED], {column, token ids, -1 ...}: not drawn
-    before that column. state: int32, as decode_step leaves it. A score that is NaN counts as -inf, and a token of -inf
-    is drawn only where all are; one of a row of NaN is any. Raises RuntimeError on other input.
+    All that tie with the k-th count as top_k's, up to 1,024 in all; of those that tie with the last of top_p's, it has
+    the first in the vocabulary (Transformers as many, those that its sort has last). With uniform [B] float32 in [0, 1)
+    the token is the first, from the best one on and of equal ones from the first in the vocabulary, where the sum of
+    the probabilities is over it. scores: bfloat16, float16 or float32, contiguous. top_k: 1 to LARGEST_K, at most V.
+    keep: so many of the best are not taken away by top_p and min_p. banned: int32 [1 + MAX_BANNED], {column, token ids,
+    -1 ...}: not drawn before that column. state: int32, as decode_step leaves it. A score that is NaN counts as -inf,
+    and a token of -inf is drawn only where all are; one of a row of NaN is any. Raises RuntimeError on other input.
     """
     if scores.is_cuda:
         torch.ops.qwen_patch.draw_token(

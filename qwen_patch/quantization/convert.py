@@ -41,19 +41,19 @@ def record_of(model: nn.Module) -> tuple[nn.Module, Record] | None:
 
 
 def make_int8(
-    model: nn.Module, names: Iterable[str], config: QwenPatchInt8Config, backend: str, in_place: bool
+    model: nn.Module, names: Iterable[str], config: QwenPatchInt8Config, backend: str, keep: bool | str
 ) -> None:
     """Makes `names` the int8 linears of `model`. Raises ValueError, with the model as it was, where that can't be.
 
     One linear at a time; what it was goes to the host's memory, until `forget`, so that a GPU never holds more than one
-    linear in both forms; or it stays `in_place`. A failure in the middle is undone bit for bit.
+    linear in both forms; or, with keep="device", it stays where it is. A failure in the middle is undone bit for bit.
     """
-    names = tuple(names)
+    names, in_place = tuple(names), keep == "device"
     if (found := record_of(model)) is not None:
         owner, record = found
         prefix = next(name for name, module in model.named_modules() if module is owner)
         same = record.names == tuple(name.removeprefix(f"{prefix}.") for name in names)
-        same = same and (record.originals is None or record.in_place == in_place)
+        same = same and (not keep or record.in_place == in_place)
         if same and not any(_is_back(owner, record, name) for name in record.names):
             _set_mode(owner, record.names, config, backend)
             return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def bar_of(model: PreTrainedModel, tokens: int) -> Bar:
 class Agreement:
     """How far two greedy continuations agree.
 
-    `first_difference` is the first new token that differs, None if all are equal. There, `margin` is how much the stock
+    `first_difference` is where a row first differs, None if all are equal. There, `margin` is how much the stock
     model in a wider dtype (float32, of a float32 model float64) prefers the stock run's token to the other, in logits,
     and `error` the largest difference between its logits and those of the stock model in its own dtype, for the same
     text: what rounding does to a logit. (Of an int8 model, the stock model is the reference's expressions over its int8
@@ -87,12 +88,13 @@ def _judge(
     found: torch.Tensor,
     logits_of: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
     whole: bool = True,
+    held_back: Sequence[int] = (),
 ) -> Agreement:
     """logits_of(text [1, N], n): [n, V] after each of the last n tokens, the judge's, and the stock model's own.
 
     Every row that differs is looked at, where it first differs, and with `whole` at every token: that one is no further
-    below the judge's best than twice what a logit of the text is off by at most. The answer is of the first row that
-    is wrong, or else of the first that differs.
+    below the judge's best, but for tokens that were `held_back`, than twice what a logit of the text is off by at most.
+    The answer is of the first row that is wrong, or else of the one that differs first.
     """
     if expected.shape != found.shape:
         return Agreement(expected.numel(), min(expected.shape[1], found.shape[1]), float("inf"))
@@ -109,17 +111,27 @@ def _judge(
         if not ties[-1].correct:
             return ties[-1]
         if whole:
-            below = truth.amax(-1) - truth.gather(1, chosen[:, None]).squeeze(1)
+            allowed = truth.index_fill(1, torch.tensor(held_back, dtype=torch.long, device=truth.device), -torch.inf)
+            below = allowed.amax(-1) - truth.gather(1, chosen[:, None]).squeeze(1)
             worst = int(below.argmax())
             if not (late := Agreement(expected.numel(), worst, below[worst].item(), errors.max().item())).correct:
                 return late
     return min(ties, key=lambda tie: tie.first_difference, default=Agreement(expected.numel()))
 
 
-def _in_wider(model: PreTrainedModel, text: torch.Tensor, count: int) -> torch.Tensor:
-    """The last logits [count, V] of a copy of the model in float32, or of one in float32 in float64."""
-    wider = torch.float64 if model.dtype == torch.float32 else torch.float32
-    return torch.nn.Module.to(copy.deepcopy(model), wider)(text, logits_to_keep=count).logits[0]
+def in_wider_dtype(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model in float32; of a float32 model, in float64."""
+    wider = copy.deepcopy(model)
+    if hasattr(wider.config.get_text_config(), "num_experts"):
+        wider.set_experts_implementation("eager")  # another one refuses float64
+    return torch.nn.Module.to(wider, torch.float64 if model.dtype == torch.float32 else torch.float32)
+
+
+def ends_of(model: PreTrainedModel) -> list[int]:
+    """The ends of text that generate holds back for `min_new_tokens`."""
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    return [i for i in ends if 0 <= i < model.config.get_text_config().vocab_size]
 
 
 def compare_tokens(
@@ -132,18 +144,21 @@ def compare_tokens(
     """Compares new tokens [B, N]; where they differ, asks the stock model about the text of `found`.
 
     `model` is in the state that gave `found`; it is left so: `reactivate` brings it back after stock was asked, which
-    takes a copy of the model in a wider dtype. No padding: for prompts ids [B, T] of one length.
+    takes a copy of the model in a wider dtype. No padding: for prompts ids [B, T] of one length. Ends of
+    text were held back.
     """
     if torch.equal(expected, found):
         return Agreement(expected.numel())
-
-    def logits_of(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return _in_wider(model, text, count), model(text, logits_to_keep=count).logits[0]
-
     unpatch_model(model)
-    found = _judge(ids, expected, found, logits_of)
-    reactivate()
-    return found
+    try:
+        wider = in_wider_dtype(model)
+
+        def logits_of(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return tuple(m(text, logits_to_keep=count).logits[0] for m in (wider, model))
+
+        return _judge(ids, expected, found, logits_of, held_back=ends_of(model))
+    finally:
+        reactivate()
 
 
 @dataclass(frozen=True)
@@ -183,8 +198,12 @@ def compare_int8(
     new tokens as it is. Where the tokens differ from the reference's it takes a float32 copy of the model.
     """
 
+    @functools.cache
+    def wider() -> PreTrainedModel:
+        return in_wider_dtype(model)
+
     def logits_of(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return _in_wider(model, text, count), model(text, logits_to_keep=count).logits[0]
+        return tuple(m(text, logits_to_keep=count).logits[0] for m in (wider(), model))
 
     text, first = torch.cat([ids, stock], dim=1), ids.shape[1] - 1
     theirs = model(text).logits[:, first:-1].flatten(0, 1)

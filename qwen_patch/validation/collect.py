@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .agreement import ends_of
+
 # The token with the highest logit, which is what is judged: a generation_config may ask for more, as Qwen2.5's asks for
 # a repetition penalty.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
@@ -71,7 +73,5 @@ def logits_of_answer(model: PreTrainedModel, batch: Batch, tokens: torch.Tensor)
     `batch`, without padding. Those of ends of text, which `collect` holds back, are -inf."""
     real = batch.ids[0][batch.mask[0].bool()]
     logits = model(torch.cat([real, tokens])[None], use_cache=False).logits[0, len(real) - 1 : -1].float()
-    ends = model.generation_config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    logits[:, [i for i in ends if 0 <= i < logits.shape[1]]] = -torch.inf
+    logits[:, ends_of(model)] = -torch.inf
     return logits

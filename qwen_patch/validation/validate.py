@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..loading import SAMPLE_TEXT
 from ..patcher import explain, patch_model, unpatch_model
 from ..plan import make_plan
-from .agreement import Bar, bar_of, first_difference
+from .agreement import Bar, bar_of, first_difference, in_wider_dtype
 from .collect import Answers, Batch, collect, logits_of_answer, make_batches
 from .locate import first_difference as first_differing_site
 from .locate import outputs_of_sites
@@ -151,10 +151,7 @@ def validate(
 
 def _error_of_stock(model: PreTrainedModel, batches: list[Batch], stock: Answers) -> float:
     """The largest error of its logits, against a wider dtype's; that of a model that is not finite is 0."""
-    dtype = model.dtype
-    nn.Module.to(model, torch.float64 if dtype == torch.float32 else torch.float32)
-    error = distance(collect(model, batches, 1).logits, stock.logits).max_abs
-    nn.Module.to(model, dtype)  # no bit of a weight is lost on the way
+    error = distance(collect(in_wider_dtype(model), batches, 1).logits, stock.logits).max_abs
     return error if isfinite(error) else 0.0
 
 
