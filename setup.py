@@ -26,10 +26,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10: the oldest torch that loads the result
 CUDA_ARCHITECTURES = ["80", "90a"]
-REQUIRED = os.environ.get("QWEN_PATCH_REQUIRE_NATIVE", "0") not in (
-    "",
-    "0",
-)  # a library that can't be built is then an error
+# Whether a library that can't be built is an error.
+REQUIRED = os.environ.get("QWEN_PATCH_REQUIRE_NATIVE", "0") not in ("", "0")
 
 
 class CannotBuild(RuntimeError):

@@ -358,7 +358,7 @@ def perplexity(
     """Perplexity by sliding window: stock, patched and int8 side by side, with the difference and its interval."""
     from .benchmarks import perplexity as benchmark
     from .benchmarks.generate import INT8
-    from .loading import UsageError
+    from .loading import UsageError, sample_text
     from .report import show_rows
 
     with usage_errors():
@@ -375,7 +375,7 @@ def perplexity(
         if dataset is not None:
             content = benchmark.dataset_text(dataset, split, 8 * max_tokens)
         else:
-            content = benchmark.bundled_text() if given is None else given
+            content = sample_text() if given is None else given
         ids = benchmark.text_ids(tokenizer, content, max_tokens)
         document = benchmark.run(loaded, display_name(model), source, ids, variants, window, stride, output)
     title = f"{document['model']}, {document['dtype']}, {source}: {document['settings']['tokens']} tokens"

@@ -159,11 +159,15 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int
     return model.to(device=device, dtype=dtype).eval()
 
 
+def sample_text() -> str:
+    """The bundled text, English prose."""
+    return SAMPLE_TEXT.read_text(encoding="utf-8")
+
+
 def sample_tokens(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, length: int) -> torch.Tensor:
     """[1, length] token ids of the bundled text; of noise where there is no tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(length)
         return torch.randint(0, vocab_size, (1, length), generator=generator)
-    text = SAMPLE_TEXT.read_text(encoding="utf-8")
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
+    ids = tokenizer(sample_text(), return_tensors="pt", verbose=False).input_ids
     return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]

@@ -5,7 +5,6 @@ python -m pytest --junitxml=tests.xml; python scripts/count_tests.py tests.xml O
 
 from __future__ import annotations
 
-import json
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from qwen_patch.benchmarks.results import environment
+from qwen_patch.benchmarks.results import environment, write_json
 
 
 def outcome(case: ET.Element) -> str:
@@ -38,7 +37,7 @@ def main() -> None:
         "seconds": float(suite.attrib["time"]),
         "files": {name: dict(sorted(counts[name].items())) for name in sorted(counts)},
     }
-    Path(target).write_text(json.dumps(document, indent=1) + "\n")
+    write_json(Path(target), document)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python scripts/sanitize.py OUTPUT.json        needs a GPU and compute-sanitizer;
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from qwen_patch import ops
-from qwen_patch.benchmarks.results import environment
+from qwen_patch.benchmarks.results import environment, write_json
 from qwen_patch.generation.captured import CapturedSession
 from qwen_patch.loading import BUNDLED
 from qwen_patch.ops.decode_step import MAX_BANNED
@@ -136,7 +135,7 @@ def main() -> None:
         "not_watched": {tool: ["decode_step"] for tool in WITHOUT_DECODE},
         "control_findings": control,
     }
-    Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n")
+    write_json(Path(sys.argv[1]), document)
     if control == 0 or any(r["findings"] for r in results.values()):
         raise SystemExit("findings, or a control that was not caught: see the lines above")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+
+from qwen_patch.loading import BUNDLED
 
 # model_type -> what differs from SHAPE, in the text tower where there is another one.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -86,6 +89,10 @@ def token_ids(*shape: int, device: str = "cpu") -> torch.Tensor:
 def answers(model: torch.nn.Module, ids: torch.Tensor, **kwargs: Any) -> Any:
     with torch.no_grad():
         return model(ids, **kwargs)
+
+
+# The bundled ones, and the real one where its folder is given.
+TRAINED = [*BUNDLED, *filter(None, [os.environ.get("QWEN_PATCH_REAL_MODEL")])]
 
 
 def assert_parts_only_at_ties(

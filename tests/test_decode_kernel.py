@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import edit, random_batch, replace
-from models import assert_parts_only_at_ties, small_model
+from models import TRAINED, assert_parts_only_at_ties, small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import qwen_patch
@@ -21,9 +20,6 @@ from qwen_patch.loading import BUNDLED
 from qwen_patch.modules.causal_lm import RUNTIME
 
 pytestmark = pytest.mark.cuda
-
-
-MODELS = [*BUNDLED, *filter(None, [os.environ.get("QWEN_PATCH_REAL_MODEL")])]
 
 
 def bundled(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Any]:
@@ -46,7 +42,7 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS, ids=lambda name: Path(name).name)
+@pytest.mark.parametrize("name", TRAINED, ids=lambda name: Path(name).name)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} of up to {max(lengths)}")
 def test_greedy_on_cuda(name, lengths):
     model, _ = bundled(name)

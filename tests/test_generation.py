@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_parts_only_at_ties
+from models import TRAINED, assert_parts_only_at_ties
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -39,7 +38,6 @@ from transformers.utils import is_flash_attn_2_available, is_hqq_available
 import qwen_patch
 from qwen_patch.loading import BUNDLED, load_model
 
-MODELS = [*BUNDLED, *filter(None, [os.environ.get("QWEN_PATCH_REAL_MODEL")])]
 TEXTS = [
     "She looked at the sea and thought of her brother, who had gone away many years before. She looked at the sea and",
     "It was",
@@ -216,7 +214,7 @@ def run_both(subject: Subject, run: Callable[[Subject], Any], backend: str = "au
         return expected, run(subject)
 
 
-@pytest.mark.parametrize("name", MODELS, ids=lambda name: Path(name).name)
+@pytest.mark.parametrize("name", TRAINED, ids=lambda name: Path(name).name)
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_float32_tokens_are_equal(name, mode, device):
     expected, found = run_both(Subject(*load(name, device, torch.float32)), (GREEDY | OTHER)[mode])
@@ -246,7 +244,7 @@ def test_offloaded_caches(mode, monkeypatch):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", MODELS, ids=lambda name: Path(name).name)
+@pytest.mark.parametrize("name", TRAINED, ids=lambda name: Path(name).name)
 @pytest.mark.parametrize("mode", GREEDY)
 def test_bfloat16_tokens_part_only_at_ties(name, mode, device):
     subject = Subject(*load(name, device, torch.bfloat16))

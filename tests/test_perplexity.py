@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qwen_patch.benchmarks import perplexity
 from qwen_patch.cli import app
-from qwen_patch.loading import UsageError, load_model
+from qwen_patch.loading import UsageError, load_model, sample_text
 
 runner = CliRunner()
 
@@ -27,7 +27,7 @@ def test_windows_score_every_token_once_with_its_context():
 
 def test_perplexity_is_that_of_the_whole_text():
     model, tokenizer = load_model("tiny-qwen2", torch.device("cpu"), torch.float32)
-    ids = perplexity.text_ids(tokenizer, perplexity.bundled_text(), 100)
+    ids = perplexity.text_ids(tokenizer, sample_text(), 100)
     document = perplexity.run(model, "tiny", "text", ids, ["both"], 128, 64, None)
     stock, both = document["rows"]
     with torch.no_grad():
@@ -55,7 +55,7 @@ def test_the_interval_holds_a_difference_that_is_there_and_zero_where_there_is_n
 
 def test_the_perplexity_command(tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text(perplexity.bundled_text()[:3000])
+    text.write_text(sample_text()[:3000])
     args = ["perplexity", "--device", "cpu", "--text", str(text), "--window", "128", "--stride", "64"]
     result = runner.invoke(app, [*args, "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output

@@ -11,7 +11,8 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
-#define QP_V4 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2")))
+#define QP_V4_FEATURES "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2"
+#define QP_V4 __attribute__((target(QP_V4_FEATURES)))
 
 namespace qwen_patch::cpu {
 

@@ -14,7 +14,7 @@
 #include <unistd.h>
 #endif
 
-#define QP_AMX __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi2,amx-tile,amx-int8")))
+#define QP_AMX __attribute__((target(QP_V4_FEATURES ",amx-tile,amx-int8")))
 
 namespace qwen_patch::cpu {
 

@@ -14,7 +14,7 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..loading import SAMPLE_TEXT, UsageError
+from ..loading import UsageError
 from . import results, timing
 from .generate import STOCK, activate
 
@@ -28,10 +28,6 @@ class Scores:
     nll: list[float] = field(default_factory=list)
     top1: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
-
-
-def bundled_text() -> str:
-    return SAMPLE_TEXT.read_text(encoding="utf-8")
 
 
 def dataset_text(name: str, split: str, characters: int) -> str:

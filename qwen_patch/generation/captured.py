@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from ..ops.decode_step import exchange_words
 from .graphs import capture, run_aside
 from .models import sizes_of
-from .session import Session
+from .session import Session, room_for
 
 logger = logging.getLogger("qwen_patch")
 
@@ -24,7 +24,6 @@ MAX_SPLITS, SPLIT_KEYS = 16, 64
 # eagerly at their own length: there the launches are hidden behind the work.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
 MAX_CAPTURED_TOKENS = 2048
-SMALLEST_SLOTS = 256  # of the cache, that steps of the plain forward attend to; then twice as many, and so on
 BURST = 4  # steps in one graph: the gap between two graphs, and the copy to the host, take 20 us
 
 
@@ -95,7 +94,7 @@ class CapturedSession(Session):
         be none: an answer does not change its weights, nor end in an error, for it."""
         slots = self.capacity
         if self.no_kernel is not None:  # decode_step knows the lengths
-            slots = min(slots, SMALLEST_SLOTS << max(0, (self.column + tokens - 1) // SMALLEST_SLOTS).bit_length())
+            slots = min(slots, room_for(self.column + tokens))
         if (tokens, slots) not in self.graphs and self.capturing and unchanged():
             try:
                 self._capture_steps(slots)

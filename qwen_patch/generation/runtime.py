@@ -21,14 +21,13 @@ from .calls import Call, reason_against_call
 from .captured import CapturedSession
 from .models import Weights, buffers_of, reason_against_config, reason_against_model, state_of
 from .sampling import choose, kept_by_graphs
-from .session import Session
+from .session import SMALLEST_ROOM, Session, room_for
 
 logger = logging.getLogger("qwen_patch")
 SESSIONS = {"cuda": CapturedSession, "cpu": Session}  # by the type of the device
 # They hand tokens on, and wait for nobody.
 STREAMERS = (type(None), TextStreamer, TextIteratorStreamer, AsyncTextIteratorStreamer)
 MAX_SESSIONS = 2  # kept between calls: each has a cache of keys and values
-SMALLEST_CAPACITY = 256
 NO_MEMORY = "no memory for the decode runtime"
 NOT_STARTED = "the decode runtime could not start"
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch has no class of error for it
@@ -186,7 +185,7 @@ class Runtime:
         if self.known.reason is not None:
             return self.known.reason
         positions = model.config.max_position_embeddings
-        if (capacity := _key(call)[1]) > max(2 * positions, SMALLEST_CAPACITY):
+        if (capacity := _key(call)[1]) > max(2 * positions, SMALLEST_ROOM):
             return f"room for {capacity} tokens is asked for, of a model for {positions}"
         device = model.get_input_embeddings().weight.device
         if device != call.input_ids.device:
@@ -211,9 +210,7 @@ class Runtime:
 def _key(call: Call) -> tuple:
     """Calls of one key can share a session: its rows, its capacity, its captured choice of tokens."""
     rows, width = call.input_ids.shape
-    capacity = SMALLEST_CAPACITY
-    while capacity < max(call.criteria.max_length, width + 1):
-        capacity *= 2
+    capacity = room_for(max(call.criteria.max_length, width + 1))
     return rows, capacity, call.config.do_sample, _signature(call)
 
 

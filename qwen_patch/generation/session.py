@@ -51,6 +51,17 @@ def banned_by(processors: LogitsProcessorList, vocabulary: int) -> list[int]:
     return [until, *ids, *[-1] * (MAX_BANNED - len(ids))]
 
 
+SMALLEST_ROOM = 256
+
+
+def room_for(tokens: int) -> int:
+    """For so many tokens: the smallest room, or twice as much, and so on, which texts of different lengths share."""
+    room = SMALLEST_ROOM
+    while room < tokens:
+        room *= 2
+    return room
+
+
 class Session:
     """`rows` sequences of at most `capacity` tokens: `start` takes their prompt, `step` decodes one token each.
 
@@ -89,11 +100,10 @@ class Session:
             self._prepare_kernel(model)
         else:
             logger.info("generate decodes without decode_step: %s", self.no_kernel)
-        self.do_sample, self.filters = do_sample, None
-        kept = kept_by_graphs(processors)
-        self.processors = LogitsProcessorList(copy.copy(item) for item in kept)  # the caller may change its own later
-        if do_sample and self.draws_itself:
-            self.processors, self.filters = split(self.processors, self.logits.shape[1])
+        kept = LogitsProcessorList(map(copy.copy, kept_by_graphs(processors)))  # the caller may change its own later
+        draws = do_sample and self.draws_itself
+        self.processors, self.filters = split(kept, self.logits.shape[1]) if draws else (kept, None)
+        self.do_sample = do_sample
         self.greedy = self.no_kernel is None and not (do_sample or self.processors)  # `decode_step` chooses
         self.column = self.sent = 0  # of the history: the next to be written; the first that the host has not been sent
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,41 +81,44 @@ def first_difference(expected: torch.Tensor, found: torch.Tensor) -> tuple[int, 
     return int((expected != found)[:, position].nonzero()[0]), position
 
 
+def below_best(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[N]: how much less than the best of logits [N, V] those of the tokens [N] are."""
+    return logits.amax(-1) - logits.gather(1, tokens[:, None]).squeeze(1)
+
+
 def _judge(
-    ids: torch.Tensor,
-    expected: torch.Tensor,
-    found: torch.Tensor,
-    logits_of: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
-    whole: bool = True,
-    held_back: Sequence[int] = (),
+    model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor, found: torch.Tensor, whole: bool = True
 ) -> Agreement:
-    """logits_of(text [1, N], n): [n, V] after each of the last n tokens, the judge's, and the stock model's own.
+    """Compares new tokens [B, N] after ids [B, T], by the stock model `model` and a copy of it in a wider dtype.
 
     Every row that differs is looked at, where it first differs, and with `whole` at every token: that one is no further
-    below the judge's best, but for tokens that were `held_back`, than twice what a logit of the text is off by at most.
-    The answer is of the first row that is wrong, or else of the one that differs first.
+    below the copy's best, ends of text aside, than twice what a logit of the text is off by at most. The answer is of
+    the first row that is wrong, or else of the one that differs first.
     """
     if expected.shape != found.shape:
-        return Agreement(expected.numel(), min(expected.shape[1], found.shape[1]), float("inf"))
-    ties = []
+        return Agreement(expected.numel(), first_difference(expected, found)[1], float("inf"))
+    if torch.equal(expected, found):
+        return Agreement(expected.numel())
+    wider, ties = in_wider_dtype(model), []
     for row in (expected != found).any(dim=1).nonzero().flatten().tolist():
-        position = int((expected[row] != found[row]).nonzero()[0])
-        last = found.shape[1] if whole else position + 1
-        chosen = found[row, :last]
-        truth, own = logits_of(torch.cat([ids[row], chosen[:-1]])[None], last)
+        a, b = expected[row], found[row]
+        _, position = first_difference(a[None], b[None])
+        b = b if whole else b[: position + 1]
+        text = torch.cat([ids[row], b[:-1]])[None]
+        truth, own = (m(text, logits_to_keep=len(b)).logits[0] for m in (wider, model))
         step = torch.finfo(own.dtype).eps * own.abs().amax(-1)
         errors = torch.maximum((truth - own).abs().amax(-1), step)
-        margin = (truth[position, expected[row, position]] - truth[position, found[row, position]]).item()
+        margin = (truth[position, a[position]] - truth[position, b[position]]).item()
         ties.append(Agreement(expected.numel(), position, margin, errors[position].item()))
         if not ties[-1].correct:
             return ties[-1]
         if whole:
-            allowed = truth.index_fill(1, torch.tensor(held_back, dtype=torch.long, device=truth.device), -torch.inf)
-            below = allowed.amax(-1) - truth.gather(1, chosen[:, None]).squeeze(1)
+            truth[:, ends_of(model)] = -torch.inf
+            below = below_best(truth, b)
             worst = int(below.argmax())
             if not (late := Agreement(expected.numel(), worst, below[worst].item(), errors.max().item())).correct:
                 return late
-    return min(ties, key=lambda tie: tie.first_difference, default=Agreement(expected.numel()))
+    return min(ties, key=lambda tie: tie.first_difference)
 
 
 def in_wider_dtype(model: PreTrainedModel) -> PreTrainedModel:
@@ -144,19 +146,14 @@ def compare_tokens(
     """Compares new tokens [B, N]; where they differ, asks the stock model about the text of `found`.
 
     `model` is in the state that gave `found`; it is left so: `reactivate` brings it back after stock was asked, which
-    takes a copy of the model in a wider dtype. No padding: for prompts ids [B, T] of one length. Ends of
-    text were held back.
+    takes a copy of the model in a wider dtype. No padding: for prompts ids [B, T] of one length. Ends of text were held
+    back.
     """
     if torch.equal(expected, found):
         return Agreement(expected.numel())
     unpatch_model(model)
     try:
-        wider = in_wider_dtype(model)
-
-        def logits_of(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return tuple(m(text, logits_to_keep=count).logits[0] for m in (wider, model))
-
-        return _judge(ids, expected, found, logits_of, held_back=ends_of(model))
+        return _judge(model, ids, expected, found)
     finally:
         reactivate()
 
@@ -197,21 +194,13 @@ def compare_int8(
     `options` are what patch_model was given; with keep_original, for stock is asked too. `generate` gives the model's
     new tokens as it is. Where the tokens differ from the reference's it takes a float32 copy of the model.
     """
-
-    @functools.cache
-    def wider() -> PreTrainedModel:
-        return in_wider_dtype(model)
-
-    def logits_of(text: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(m(text, logits_to_keep=count).logits[0] for m in (wider(), model))
-
     text, first = torch.cat([ids, stock], dim=1), ids.shape[1] - 1
     theirs = model(text).logits[:, first:-1].flatten(0, 1)
     # Not the kernels: a wrong one must not be what it is measured with.
     patch_model(model, **options | {"backend": "reference", "generation": "stock"})
     # The first difference only: decode and prompts may go through different int8 products, which a text's logits, all
     # of one of them, are no measure of.
-    tokens = _judge(ids, generate(), found, logits_of, whole=False)
+    tokens = _judge(model, ids, generate(), found, whole=False)
     unpatch_model(model)
     logits = model(text).logits[:, first:-1].flatten(0, 1)
     patch_model(model, **options)

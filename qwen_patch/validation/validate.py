@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..loading import SAMPLE_TEXT
+from ..loading import sample_text
 from ..patcher import explain, patch_model, unpatch_model
 from ..plan import make_plan
-from .agreement import Bar, bar_of, first_difference, in_wider_dtype
+from .agreement import Bar, bar_of, below_best, first_difference, in_wider_dtype
 from .collect import Answers, Batch, collect, logits_of_answer, make_batches
 from .locate import first_difference as first_differing_site
 from .locate import outputs_of_sites
@@ -64,7 +64,7 @@ class Report:
 
 def default_prompts(count: int = 4) -> list[str]:
     """Passages of the bundled text, of unequal lengths."""
-    paragraphs = [p.replace("\n", " ").strip() for p in SAMPLE_TEXT.read_text(encoding="utf-8").split("\n\n")]
+    paragraphs = [p.replace("\n", " ").strip() for p in sample_text().split("\n\n")]
     chosen = [p for p in paragraphs if len(p) > 120][:count]
     return [p[: 120 + 160 * i] for i, p in enumerate(chosen)]
 
@@ -234,7 +234,7 @@ def _judge_text(report: Report, batch: Batch, exact: torch.Tensor, found: torch.
     """New tokens [N] of one prompt, all of them, also where they have parted from the stock model's; exact: the
     oracle's logits [N, V] in their places. A model whose logits are off by `largest` at most can't choose one that is
     further than twice that below the oracle's best."""
-    margins = exact.amax(-1) - exact.gather(1, found[:, None]).squeeze(1)
+    margins = below_best(exact, found)
     worst = int(margins.argmax())
     if not margins[worst] <= 2 * largest:
         report.reasons.append(
